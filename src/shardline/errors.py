@@ -1,0 +1,134 @@
+"""The catalogue: every error that leaves a Shardline process, in one table.
+
+Owns the codes, their HTTP status, OpenAI `type`, whether a retry can help, and the sentence that
+says what to do. Raise `ShardlineError` with a code of the table where the fault is known; only the
+HTTP shells turn it into a body. `tests/test_errors.py` keeps the table whole and the docs equal to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+INVALID = "invalid_request_error"
+AUTH = "authentication_error"
+PERMISSION = "permission_error"
+NOT_FOUND = "not_found_error"
+RATE_LIMIT = "rate_limit_error"
+SERVER = "server_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One row of the catalogue."""
+
+    status: int
+    type: str
+    retryable: bool
+    advice: str
+
+
+CATALOGUE: dict[str, Fault] = {
+    # What a client sent.
+    "invalid_json": Fault(400, INVALID, False, "Send one JSON object in UTF-8."),
+    "invalid_value": Fault(400, INVALID, False, "Correct the named field."),
+    "unsupported_parameter": Fault(400, INVALID, False, "Leave the named field out: it is not supported here."),
+    "context_length_exceeded": Fault(400, INVALID, False, "Shorten the prompt, or ask for fewer tokens."),
+    "template_error": Fault(400, INVALID, False, "Arrange the messages as the model's chat template wants them."),
+    "unauthorized": Fault(401, AUTH, False, "Send a valid key as 'Authorization: Bearer …'."),
+    "forbidden": Fault(403, PERMISSION, False, "Use a key that has this right."),
+    "not_found": Fault(404, NOT_FOUND, False, "Look at the path: nothing is served here."),
+    "model_not_found": Fault(404, NOT_FOUND, False, "Ask GET /v1/models for the names that are served."),
+    "session_not_found": Fault(404, NOT_FOUND, False, "The session is unknown, or its record has expired."),
+    "method_not_allowed": Fault(405, INVALID, False, "Use a method that this path has."),
+    "body_too_large": Fault(413, INVALID, False, "Send less: the limit stands in the message."),
+    "unsupported_media_type": Fault(415, INVALID, False, "Send the body as application/json without Content-Encoding."),
+    "queue_full": Fault(429, RATE_LIMIT, True, "Wait as Retry-After says, then send the request again."),
+    # What the cluster cannot do now.
+    "model_unavailable": Fault(503, SERVER, True, "Start Nodes for the layers that the message names."),
+    "capacity": Fault(503, SERVER, True, "All routes are full. Wait as Retry-After says, or add Nodes."),
+    "kv_exhausted": Fault(503, SERVER, True, "Wait for running sessions to end, or ask for fewer tokens."),
+    "draining": Fault(503, SERVER, True, "The process is stopping: use another one."),
+    "tracker_unreachable": Fault(503, SERVER, True, "Start the Tracker, or correct its URL."),
+    "text_unavailable": Fault(503, SERVER, True, "The head Node did not serve its text bundle: look at its log."),
+    # How a running Route Session can end badly.
+    "node_lost": Fault(502, SERVER, True, "A Node of the route is gone. Send the request again: it takes another route."),
+    "seam_lost": Fault(502, SERVER, True, "Two live Nodes do not reach each other. Send the request again."),
+    "seam_gap": Fault(502, SERVER, True, "Steps of the session got lost between two Nodes. Send the request again."),
+    "seam_invalid": Fault(502, SERVER, True, "A Node sent rows that do not fit the Seam. Check versions on the route."),
+    "numerical_error": Fault(502, SERVER, False, "A Node sent values that are not finite: check its hardware and file."),
+    "engine_lost": Fault(502, SERVER, True, "The engine of a Node died. It is started again by itself; send again."),
+    "engine_error": Fault(502, SERVER, False, "The engine of a Node failed: its log has the cause."),
+    "engine_out_of_memory": Fault(502, SERVER, True, "A Node ran out of memory: lower its KV limit."),
+    "deadline": Fault(504, SERVER, True, "A wait passed the limit named in the message."),
+    "slow_client": Fault(408, INVALID, True, "Read the stream faster, or ask for fewer tokens."),
+    "gateway_lost": Fault(502, SERVER, True, "The Gateway of the session fell silent."),
+    "cancelled": Fault(499, INVALID, False, "The request was cancelled by its owner."),
+    "internal": Fault(500, SERVER, False, "A fault of Shardline: please report the request id."),
+    # Seam protocol and control plane.
+    "protocol_mismatch": Fault(426, INVALID, False, "Run versions of Shardline that speak the same protocol."),
+    "frame_invalid": Fault(400, INVALID, False, "Send a step document as docs/protocol.md describes it."),
+    "ticket_invalid": Fault(403, PERMISSION, False, "Ask the Tracker for a new route: this ticket is not valid here."),
+    "ticket_used": Fault(409, INVALID, False, "Ask the Tracker for a new route: a ticket opens one session, once."),
+    "session_exists": Fault(409, INVALID, False, "A session key is used once: make a new one."),
+    "session_gone": Fault(404, NOT_FOUND, False, "Drop the rows: the session is closed."),
+    "duplicate": Fault(409, INVALID, False, "The step was accepted before and is not computed again."),
+    "rollback_unsupported": Fault(409, INVALID, False, "This engine cannot go back: open a new session."),
+    "queue_overflow": Fault(503, SERVER, True, "The queue of this Node is full: send again after a pause."),
+    "registration_refused": Fault(403, PERMISSION, False, "Correct what the message names, then start the Node again."),
+    "unknown_node": Fault(404, NOT_FOUND, True, "Register again: the Tracker does not know this Node."),
+    "identity_in_use": Fault(409, INVALID, False, "Give each Node an identity file of its own."),
+    # What a person starting a process can do wrong.
+    "model_file_invalid": Fault(400, INVALID, False, "Check the file: it is damaged, or not a model."),
+    "architecture_unsupported": Fault(400, INVALID, False, "Choose another model or engine: see docs/architectures.md."),
+    "layers_invalid": Fault(400, INVALID, False, "Give a half-open range inside the model, such as 0:15."),
+    "memory_insufficient": Fault(507, SERVER, False, "Give the Node fewer layers, or a machine with more memory."),
+    "address_in_use": Fault(409, INVALID, False, "Stop the other process, or choose another port."),
+    "insecure_listener": Fault(400, INVALID, False, "Bind to loopback, or give --insecure-plain-http and a credential."),
+    "engine_unavailable": Fault(400, INVALID, False, "Install the extra of this engine: pip install 'shardline[torch]'."),
+    "setting_invalid": Fault(400, INVALID, False, "Correct the named setting."),
+}
+
+
+class ShardlineError(Exception):
+    """An error of the catalogue, with the facts of this occurrence.
+
+    `details` are JSON values that go out beside the message (node, layers, phase, from, to, limit …).
+    Never put secrets, paths or reprs of Python objects there: they reach the client.
+    """
+
+    def __init__(self, code: str, message: str, *, param: str | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.fault = CATALOGUE[code]
+        self.code = code
+        self.message = message
+        self.param = param
+        self.details = details
+
+    def body(self) -> dict[str, Any]:
+        """The `error` object: OpenAI's four fields, then ours."""
+        return {
+            "message": self.message,
+            "type": self.fault.type,
+            "param": self.param,
+            "code": self.code,
+            "retryable": self.fault.retryable,
+            "advice": self.fault.advice,
+            **self.details,
+        }
+
+
+def from_body(error: Any, *, fallback: str = "internal") -> ShardlineError:
+    """Rebuild an error that another Shardline process sent; an unknown code becomes `fallback`."""
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return ShardlineError(fallback, "the other side answered without an error object")
+    code = error.get("code")
+    known = {"message", "type", "param", "code", "retryable", "advice"}
+    details = {k: v for k, v in error.items() if k not in known and isinstance(k, str) and k.isidentifier()}
+    param = error.get("param")
+    return ShardlineError(
+        code if isinstance(code, str) and code in CATALOGUE else fallback,
+        error["message"][:2000],
+        param=param if isinstance(param, str) else None,
+        **details,
+    )

@@ -1,0 +1,476 @@
+"""Control messages: every JSON body that one Shardline process sends to another, as typed structs.
+
+One set for all parties. Optional fields are there from the start and null until they are built. Field names are
+the protocol: `tests/test_messages.py` holds the digest of the generated JSON Schema, and fails when it changes
+without a change of `PROTOCOL` or of the recorded digest. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Phase = Literal["queued", "routing", "opening", "prefill", "decode", "completed", "failed", "cancelled"]
+ENDED: frozenset[str] = frozenset({"completed", "failed", "cancelled"})
+
+ShardState = Literal["loading", "testing", "ready", "failed", "draining"]
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The `error` object of any answer; further fields of an occurrence are in `details`."""
+
+    code: str
+    message: str
+    details: dict[str, Any] = {}
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine a Node runs. `engine_class` joins routes: backend, library build, quantisation, dtype."""
+
+    backend: str
+    engine_class: str
+    build: str
+    dtype: str
+    quantisation: str
+    device: str
+    threads: int
+
+
+class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
+    alive: bool
+    running_step_age_ms: float | None = None
+    restarts: int = 0
+    pid: int | None = None
+    last_error: str | None = None
+
+
+class KvInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Hot KV State of a Node, in tokens. `used` is read from the engine's caches, not from a ledger."""
+
+    capacity_tokens: int = 0
+    used_tokens: int = 0
+    reserved_tokens: int = 0
+    cached_tokens: int = 0
+    sessions: int = 0
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured by the self-test, then a rolling median: one decode row, one prefill row."""
+
+    decode_ms: float
+    prefill_ms_per_row: float
+
+
+class ShardInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One Shard as its Node advertises it. Layers are half-open: [first, last)."""
+
+    model: str
+    content_id: str
+    first: int
+    last: int
+    n_layers: int
+    state: ShardState
+    reason: str | None = None
+    layout_in: str
+    layout_out: str
+    """Digests of the Seam layouts in front of and behind this Shard."""
+    prefill_chunk: int
+    context_length: int
+    vocab_size: int
+    kv_bytes_per_token: int
+    rollback: bool = False
+    text_digest: str | None = None
+    times: StepTimes | None = None
+    tensors_digest: str | None = None
+
+
+class NodeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    step_body_bytes: int
+    queue_bytes: int
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/node` with the cluster credential, and what a Node registers with."""
+
+    id: str
+    protocol: int
+    version: str
+    url: str
+    pid: int
+    host: str
+    memory_bytes: int
+    rss_bytes: int
+    engine: EngineInfo
+    health: EngineHealth
+    shards: list[ShardInfo]
+    kv: KvInfo
+    limits: NodeLimits
+    queue_bytes: int = 0
+    pieces: dict[str, str] | None = None
+    """Model Artifact pieces this Node can prove that it holds (null until the artifact plane is built)."""
+
+
+class NodeProof(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/node?nonce=…` without credential: who answers here, and nothing else."""
+
+    id: str
+    protocol: int
+    proof: str
+    """Statement `Nonce`, signed by the Node's key in the domain "node"."""
+
+
+class Nonce(msgspec.Struct, frozen=True, kw_only=True):
+    nonce: str
+    url: str
+
+
+# Node <-> Tracker
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """Signed by the Node (domain "register"). Covers the Tracker's nonce, the URL and the time."""
+
+    public_key: str
+    nonce: str
+    time: float
+    info: NodeInfo
+
+
+class Signed(msgspec.Struct, frozen=True, kw_only=True):
+    statement: str
+
+
+class TrackerNonce(msgspec.Struct, frozen=True, kw_only=True):
+    nonce: str
+    protocol: int
+
+
+class RegisterAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    ticket_key: str
+    """Ed25519 public key (hex) that signs this Tracker's tickets."""
+    epoch: str
+    """Changes when the Tracker restarts."""
+    heartbeat_s: float
+    waiting: list[tuple[int, int]] = []
+    """Layer ranges of this Node's model that nobody serves yet."""
+
+
+class PeerProbe(msgspec.Struct, frozen=True, kw_only=True):
+    peer: str
+    rtt_ms: float | None
+    ok: bool
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """Signed by the Node (domain "heartbeat"); `count` grows, so an old one cannot be played again."""
+
+    node: str
+    epoch: str
+    count: int
+    info: NodeInfo
+    peers: list[PeerProbe] = []
+    leaving: bool = False
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    url: str
+
+
+class HeartbeatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    peers: list[Peer] = []
+
+
+class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A Node asks which layers to take. `bytes_per_layer` and friends come from the model's header."""
+
+    content_id: str
+    engine_class: str
+    n_layers: int
+    memory_bytes: int
+    layer_bytes: list[int]
+    embedding_bytes: int
+    output_bytes: int
+    kv_reserve_bytes: int = 0
+    legal_cuts: list[int] | None = None
+
+
+class PlacementAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    first: int
+    last: int
+    reason: str
+
+
+# Gateway <-> Tracker
+
+
+class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    kv_tokens: int
+    gateway: str
+    avoid_nodes: list[str] = []
+    avoid_links: list[tuple[str, str]] = []
+    reusable_tokens: dict[str, int] | None = None
+    prefix_digests: list[str] | None = None
+
+
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    node: str
+    url: str
+    first: int
+    last: int
+    engine_class: str
+    content_id: str
+    health: str = "ready"
+    rtt_ms: float | None = None
+    """Measured round trip to the next hop (of the tail: back to the head)."""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """A sticky Inference Route: hops cover [0, n_layers) in order, with no gap and no overlap."""
+
+    id: str
+    model: str
+    content_id: str
+    engine_class: str
+    n_layers: int
+    hops: list[Hop]
+    prefill_chunk: int
+    context_length: int
+    vocab_size: int
+    text_digest: str
+    estimate_ms_per_token: float | None = None
+
+
+class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    route: Route
+    tickets: list[str]
+    """One signed `Ticket` a hop (domain "ticket")."""
+
+
+class TicketPeer(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    url: str
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """The Tracker's permission to open one session on one hop. Single use, until `not_after` (Unix seconds)."""
+
+    id: str
+    route: str
+    gateway: str
+    node: str
+    hop: int
+    hops: int
+    content_id: str
+    first: int
+    last: int
+    kv_tokens: int
+    prefill_chunk: int
+    previous: TicketPeer | None
+    """None: the Gateway (the head of the route)."""
+    next: TicketPeer
+    """Where this hop pushes: the next hop, or of the tail the head."""
+    layout_in: str
+    layout_out: str
+    not_after: float
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/routes/{id}/outcome`. `node` or `link` name what failed, if something did."""
+
+    status: Literal["completed", "failed", "cancelled"]
+    code: str | None = None
+    node: str | None = None
+    link: tuple[str, str] | None = None
+    phase: str | None = None
+    tokens: int = 0
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model, as the Tracker sees it (`GET /v1/models` of the Tracker)."""
+
+    model: str
+    content_id: str
+    engine_class: str
+    n_layers: int
+    context_length: int
+    vocab_size: int
+    text_digest: str | None
+    text_nodes: list[Peer]
+    """Ready head and tail Nodes: they serve the text bundle."""
+    head_nodes: list[Peer]
+    """Ready head Nodes: they tokenise."""
+    ready: bool
+    missing: list[tuple[int, int]]
+    kv_capacity_tokens: int
+    """KV capacity of the smallest Node of the best route; the longest session that can ever be admitted."""
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    models: list[ModelInfo]
+
+
+# Gateway <-> Node
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tail makes a token from a row of logits; see model/sampling.py for the order and the formulas."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    logprobs: int | None = None
+    """None: none. 0: of the chosen token only. n: of the n most likely as well."""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_ids: list[int] = []
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/sessions`. Only the tail reads `sampling`; no field names a URL."""
+
+    ticket: str
+    key: str
+    """32 hex digits; made by the Gateway, sent here and nowhere else."""
+    prompt_tokens: int
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    layout_in: str
+    layout_out: str
+
+
+# One JSON object a line on the open response of `POST /v1/sessions`.
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened", tag_field="event"):
+    node: str
+    kv_reserved: int
+
+
+class HopTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the session's last step on this Node, in ms: waiting, engine, handing on. Null until there was one."""
+
+    queue_ms: float | None = None
+    compute_ms: float | None = None
+    send_ms: float | None = None
+
+
+class SeamCount(msgspec.Struct, frozen=True, kw_only=True):
+    """What this Node sent over the Seam behind it for one session and one lane; body bytes, shared ones by row."""
+
+    steps: int = 0
+    rows: int = 0
+    bytes: int = 0
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat", tag_field="event", omit_defaults=True):
+    position: int = 0
+    """End of what the engine has computed of this session, in tokens."""
+    times: HopTimes | None = None
+    prefill: SeamCount | None = None
+    decode: SeamCount | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
+    """From the tail, after each prefill chunk."""
+
+    position: int
+    times: HopTimes | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    id: int
+    logprob: float
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token", tag_field="event", omit_defaults=True):
+    id: int
+    index: int
+    """0 for the first generated token."""
+    logprob: float | None = None
+    top: list[TokenLogprob] | None = None
+    times: HopTimes | None = None
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True, tag="text", tag_field="event"):
+    """From a composite Node, instead of tokens (not built yet)."""
+
+    text: str
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="event"):
+    """From the tail: it has ended by itself. Reason `stop`: end-of-generation or stop id (not sent as text)."""
+
+    reason: Literal["stop", "length"]
+    generated: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):
+    """This Node gave the session up. `error` is an error object of the catalogue."""
+
+    error: dict[str, Any]
+
+
+class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed", tag_field="event"):
+    kv_released: int
+    prefill: SeamCount = SeamCount()
+    decode: SeamCount = SeamCount()
+
+
+StreamEvent = Opened | Beat | Progress | Token | Text | Finished | Failed | Closed
+
+
+class Beats(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/beats`: a Gateway lives. One per Gateway and Node, for all its sessions there."""
+
+    gateway: str
+
+
+class Reject(msgspec.Struct, frozen=True, kw_only=True):
+    entry: int
+    code: str
+    message: str = ""
+
+
+class StepAck(msgspec.Struct, frozen=True, kw_only=True):
+    rejected: list[Reject] = []
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    text: str
+    add_special: bool = False
+    """Add the tokens that the model wants around a prompt (BOS)."""
+    parse_special: bool = True
+    """Read special tokens that stand in the text as such (chat templates need it)."""
+    content_id: str | None = None
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: list[int]
+
+
+class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a Gateway must know of a model to turn tokens into text, as MessagePack; its SHA-256 names it."""
+
+    pieces: list[bytes]
+    """The bytes of every token id (special tokens: their text)."""
+    special: list[int]
+    """Control tokens: never shown as text."""
+    eog: list[int]
+    """End-of-generation ids."""
+    bos: int | None
+    eos: int | None
+    add_bos: bool
+    chat_template: str | None
+    context_length: int
+    fim: dict[str, int] | None = None

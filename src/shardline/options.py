@@ -1,0 +1,79 @@
+"""What each process is started with: one frozen value a role, built by the CLI and passed down by argument.
+
+Owns the shape of these values, nothing else: the CLI parses, checks and fills them; `node`, `gateway` and `tracker`
+read them. Secrets in them (credential, API keys) are kept out of `repr`, so that no log or traceback shows one.
+Shown by tests/cli/test_options.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardline.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerOptions:
+    """`shardline tracker`."""
+
+    settings: Settings
+    host: str
+    port: int
+    """0: any free port; the process says which in its `ready` line."""
+    credential: str = field(repr=False)
+    """The cluster credential: every process of one cluster has the same."""
+    state_dir: Path
+    insecure_plain_http: bool = False
+    key_path: Path | None = None
+    """Ed25519 key that signs tickets; None: `tracker.key` in the state directory, made where it is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """`shardline gateway`."""
+
+    settings: Settings
+    tracker_url: str
+    host: str
+    port: int
+    credential: str = field(repr=False)
+    state_dir: Path
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Keys that clients must send; empty: everybody who reaches the listener may use it (loopback only)."""
+    insecure_plain_http: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """`shardline node`. `first` and `last` are both given, or both None: the Tracker then places the Node."""
+
+    settings: Settings
+    tracker_url: str
+    model: str
+    """Path of a GGUF file, a safetensors folder, or a script for the scripted engine."""
+    engine: str
+    """Name of an engine: `torch` or `scripted`."""
+    host: str
+    port: int
+    credential: str = field(repr=False)
+    state_dir: Path
+    first: int | None = None
+    last: int | None = None
+    memory_bytes: int | None = None
+    """What placement may use; None: what the machine has free."""
+    kv_tokens: int | None = None
+    """KV capacity in tokens; None: as many as fit into the memory left."""
+    threads: int = 0
+    """Compute threads of the engine; 0: as the engine thinks right."""
+    advertise_url: str | None = None
+    """URL that others reach this Node by; None: made from host and port."""
+    identity_path: Path | None = None
+    """Ed25519 key of this Node; None: a fresh identity for this run."""
+    inline: bool = False
+    """Run the scripted engine inside the Node instead of in a worker process."""
+    insecure_plain_http: bool = False
+    content_id: str | None = None
+    """Expected digest of the Model Artifact; another one is refused."""
+    dtype: str | None = None
+    context_length: int | None = None

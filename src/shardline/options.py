@@ -2,6 +2,7 @@
 
 Owns the shape of these values, nothing else: the CLI parses, checks and fills them; `node`, `gateway` and `tracker`
 read them. Secrets in them (credential, API keys) are kept out of `repr`, so that no log or traceback shows one.
+A role's `async def run(options)` works until it is cancelled; it then frees everything and returns within `drain_s`.
 Shown by tests/cli/test_options.py.
 """
 
@@ -9,8 +10,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, Protocol
 
 from shardline.settings import Settings
+
+StartPhase = Literal["listening", "loading", "testing", "ready", "draining"]
+
+
+class Announce(Protocol):
+    """How a role tells whoever started it how far it is; never blocks, never raises.
+
+    `listening` (url): the socket is bound. `loading` (done, total): layers of a Shard. `testing`: the self-test runs.
+    `ready`: it serves (of a Node: registered and counted for routes). `draining`: it ends.
+    """
+
+    def __call__(self, phase: StartPhase, /, **facts: str | int) -> None: ...
+
+
+def unannounced(phase: StartPhase, /, **facts: str | int) -> None:
+    """For a role that nobody watches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +38,14 @@ class TrackerOptions:
     settings: Settings
     host: str
     port: int
-    """0: any free port; the process says which in its `ready` line."""
+    """0: any free port; the process announces which."""
     credential: str = field(repr=False)
     """The cluster credential: every process of one cluster has the same."""
     state_dir: Path
     insecure_plain_http: bool = False
     key_path: Path | None = None
     """Ed25519 key that signs tickets; None: `tracker.key` in the state directory, made where it is missing."""
+    announce: Announce = field(default=unannounced, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +61,7 @@ class GatewayOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Keys that clients must send; empty: everybody who reaches the listener may use it (loopback only)."""
     insecure_plain_http: bool = False
+    announce: Announce = field(default=unannounced, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +97,4 @@ class NodeOptions:
     """Expected digest of the Model Artifact; another one is refused."""
     dtype: str | None = None
     context_length: int | None = None
+    announce: Announce = field(default=unannounced, repr=False, compare=False)

@@ -1,0 +1,56 @@
+# demo, test, check, bench, docs: each is one command that does everything it needs. `make` alone lists them.
+
+PYTHON ?= python3
+PORT ?= 8080
+NODES ?= 2
+QUESTION ?= What is a shard, in one sentence?
+BIN := .venv/bin
+# From where pip takes torch; empty: pip's own configuration. CPU only: https://download.pytorch.org/whl/cpu
+export TORCH_INDEX ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs clean python
+
+help: ## This list
+	@echo "Shardline: one open model served over several machines."
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+	@echo
+	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) NODES=$(NODES) QUESTION='…' ONCE=1 TORCH_INDEX=URL ARGS='-k pattern'"
+
+demo: python ## Set up, start a Tracker, a Gateway and two Nodes, ask one question, serve until Ctrl-C (ONCE=1: end after it)
+	@$(PYTHON) scripts/prepare.py demo
+	@$(BIN)/python -m shardline demo --nodes $(NODES) --port $(PORT) --question '$(subst ','\'',$(QUESTION))' $(if $(ONCE),--once)
+
+test: check ## Set up, then lint, types, import rules, tests (ARGS goes to pytest)
+	@echo "== tests"
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: python ## Set up, then all that needs no test run: lint, types, import rules, sizes, generated pages
+	@$(PYTHON) scripts/prepare.py test
+	@echo "== format and lint (ruff)"
+	@$(BIN)/python -m ruff format --check --quiet . || { echo "What to do: $(BIN)/python -m ruff format ."; exit 1; }
+	@$(BIN)/python -m ruff check --quiet .
+	@echo "== types (mypy)"
+	@$(BIN)/python -m mypy
+	@echo "== import rules (import-linter)"
+	@$(BIN)/lint-imports --no-logo
+	@echo "== sizes and names"
+	@$(BIN)/python scripts/sizes.py
+	@echo "== generated pages"
+	@$(BIN)/python scripts/reference.py --check
+
+bench: python ## Hop overhead, tokens/s of 1, 2, 3 Nodes and of transformers alone, time to first token, on this machine
+	@$(PYTHON) scripts/prepare.py demo
+	@$(BIN)/python -m bench $(ARGS)
+
+docs: python ## Generate the reference pages anew (settings, errors, commands, protocol example)
+	@$(PYTHON) scripts/prepare.py demo
+	@$(BIN)/python scripts/reference.py
+
+clean: ## Remove .venv and all caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there. What to do: install Python 3.11 or newer (Debian, Ubuntu: apt install python3 python3-venv), or name one: make demo PYTHON=/path/to/python3" >&2; exit 1; }

@@ -1,0 +1,1 @@
+"""What happened to each Route Session, and the logs."""

@@ -1,0 +1,166 @@
+"""Hands computed rows on: to the next hop, or from the tail to the head.
+
+Owns the rule that a session has at most one unacknowledged step a hop, the byte counts of the Seams, and what a
+failed push means. Sessions that were computed together ride in one request. It decides nothing about sessions: it
+reports to its owner. Shown by tests/node/test_outbox.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from shardline.errors import ShardlineError
+from shardline.node.slots import Slot
+from shardline.settings import Settings
+from shardline.transport.carrier import Carrier
+from shardline.wire.messages import Reject, StepAck, TicketPeer
+from shardline.wire.steps import LANE_DECODE, SeamLayout, Step, encode
+
+# Rejects that are no failure of the session: the rows were there before, or nobody wants them any more.
+_HARMLESS = frozenset({"duplicate", "session_gone"})
+
+
+class Outgoing(NamedTuple):
+    slot: Slot
+    step: Step
+
+
+class OutboxOwner(Protocol):
+    """Who hears what became of a push."""
+
+    def push_failed(self, slot: Slot, error: ShardlineError) -> None: ...
+
+    def push_done(self, slots: Sequence[Slot], took_ms: float) -> None: ...
+
+
+class _Parcel(NamedTuple):
+    peer: TicketPeer
+    layout: SeamLayout
+    item: Outgoing
+
+
+class Outbox:
+    """Pushes of one Node. Its tasks live in the task group that it is given."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        carrier: Carrier,
+        probe: Callable[[str], Awaitable[bool]],
+        settings: Settings,
+        owner: OutboxOwner,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._node_id = node_id
+        self._carrier = carrier
+        self._probe = probe
+        self._settings = settings
+        self._owner = owner
+        self._tasks = tasks
+        self._unacknowledged: set[bytes] = set()
+        self._held: dict[bytes, deque[_Parcel]] = {}
+
+    def busy(self, slot: Slot) -> bool:
+        """Whether a step of this session is on its way or held: its place in front of the next hop is taken."""
+        return slot.key in self._unacknowledged
+
+    def send(self, peer: TicketPeer, layout: SeamLayout, items: Sequence[Outgoing]) -> None:
+        """Push `items`, all of one lane, in one request; those of a session with a step on its way wait for its ack."""
+        ready = []
+        for item in items:
+            key = item.slot.key
+            if key in self._unacknowledged:
+                self._held.setdefault(key, deque()).append(_Parcel(peer, layout, item))
+            else:
+                self._unacknowledged.add(key)
+                ready.append(item)
+        if ready:
+            self._tasks.create_task(self._push(peer, layout, ready))
+
+    def forget(self, slot: Slot) -> None:
+        """The session is closed: what is held of it is dropped. A push on its way ends by itself."""
+        self._held.pop(slot.key, None)
+
+    async def _push(self, peer: TicketPeer, layout: SeamLayout, items: list[Outgoing]) -> None:
+        pieces = encode([item.step for item in items], layout)
+        self._tally(pieces, layout, items)
+        decode = items[0].step.entry.lane == LANE_DECODE
+        started = time.perf_counter()
+        rejects: list[Reject] = []
+        failure: ShardlineError | None = None
+        try:
+            if decode:
+                ack = await self._carrier.push(peer.url, pieces, timeout_s=self._settings.push_s, limit="push")
+            else:
+                ack = await self._push_prefill(peer, pieces)
+            rejects = ack.rejected
+        except ShardlineError as error:
+            failure = error
+        took_ms = (time.perf_counter() - started) * 1e3
+        for item in items:
+            self._unacknowledged.discard(item.slot.key)
+        if failure is not None:
+            for item in items:
+                self._fail(item.slot, self._as_seam_failure(failure, peer))
+        for reject in rejects:
+            if reject.code not in _HARMLESS and 0 <= reject.entry < len(items):
+                self._fail(items[reject.entry].slot, self._as_reject(reject, peer))
+        self._owner.push_done([item.slot for item in items], took_ms)
+        for item in items:
+            self._send_held(item.slot)
+
+    async def _push_prefill(self, peer: TicketPeer, pieces: list[bytes | memoryview]) -> StepAck:
+        """The ack of a chunk is withheld until there is room. While it is, ask whether the link still carries."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch_link(peer))
+                ack = await self._carrier.push(
+                    peer.url, pieces, timeout_s=self._settings.prefill_chunk_s, limit="prefill_chunk"
+                )
+                watch.cancel()
+        except* ShardlineError as failures:
+            raise failures.exceptions[0] from None
+        return ack
+
+    async def _watch_link(self, peer: TicketPeer) -> None:
+        while True:
+            await asyncio.sleep(self._settings.push_s)
+            if not await self._probe(peer.url):
+                raise ShardlineError("seam_lost", "no answer over the link while a chunk was on its way")
+
+    def _tally(self, pieces: Sequence[bytes | memoryview], layout: SeamLayout, items: list[Outgoing]) -> None:
+        """Count body bytes: a session's own rows, and its share of what the request has beside rows."""
+        total = sum(map(len, pieces))
+        own = [(layout.row_bytes + 4) * item.step.entry.rows for item in items]
+        share, rest = divmod(total - sum(own), len(items))
+        for i, (item, size) in enumerate(zip(items, own, strict=True)):
+            slot, entry = item.slot, item.step.entry
+            tally = slot.sent_decode if entry.lane == LANE_DECODE else slot.sent_prefill
+            tally.add(entry.rows, size + share + (rest if i == 0 else 0))
+
+    def _fail(self, slot: Slot, error: ShardlineError) -> None:
+        if not slot.closed:
+            self._owner.push_failed(slot, error)
+
+    def _as_seam_failure(self, error: ShardlineError, peer: TicketPeer) -> ShardlineError:
+        details = {"from": self._node_id, "to": peer.node, **error.details}
+        return ShardlineError("seam_lost", f"{peer.node} did not take a step: {error.message}", **details)
+
+    def _as_reject(self, reject: Reject, peer: TicketPeer) -> ShardlineError:
+        code = reject.code if reject.code in ("numerical_error", "seam_gap", "rollback_unsupported") else "seam_invalid"
+        details = {"from": self._node_id, "to": peer.node, "reject": reject.code}
+        return ShardlineError(code, f"{peer.node} refused a step of {self._node_id}: {reject.message}", **details)
+
+    def _send_held(self, slot: Slot) -> None:
+        held = self._held.get(slot.key)
+        if not held or slot.closed or slot.key in self._unacknowledged:
+            return
+        parcel = held.popleft()
+        if not held:
+            del self._held[slot.key]
+        self.send(parcel.peer, parcel.layout, [parcel.item])

@@ -1,0 +1,31 @@
+"""Are received rows numbers? One cheap reduction over the exponent bits, for each float type that can cross a Seam.
+
+A value is infinite or NaN exactly when all its exponent bits are set (IEEE 754, bfloat16 alike), so integers decide
+and no sum can overflow by itself. Shown by tests/node/test_rows.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardline.wire.steps import SeamLayout, Step
+
+_EXPONENT: dict[str, tuple[type[np.unsignedinteger], int]] = {
+    "F64": (np.uint64, 0x7FF0 << 48),
+    "F32": (np.uint32, 0x7F80 << 16),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}
+
+
+def all_finite(step: Step, layout: SeamLayout) -> bool:
+    """Whether every float of `step.hidden` is finite; integer tensors always are."""
+    for buffer, tensor in zip(step.hidden, layout.tensors, strict=True):
+        spec = _EXPONENT.get(tensor.dtype)
+        if spec is None:
+            continue
+        kind, mask = spec
+        bits = np.frombuffer(buffer, dtype=kind)
+        if bool(((bits & kind(mask)) == kind(mask)).any()):
+            return False
+    return True

@@ -1,0 +1,170 @@
+"""The rules of one session on one Node: which step is accepted, in which order, at which position.
+
+Owns sequence numbers, positions, the two lanes' places and the KV ledger. Refuses to know sockets, engines and the
+clock: times are arguments. Shown by tests/node/test_slots.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from shardline.errors import ShardlineError
+from shardline.wire.messages import HopTimes, SeamCount, Ticket
+from shardline.wire.steps import (
+    FLAG_LAST_CHUNK,
+    FLAG_ROLLBACK,
+    LANE_DECODE,
+    LANE_PREFILL,
+    SeamLayout,
+    Step,
+)
+
+
+@dataclass(slots=True)
+class QueuedStep:
+    """A step that was accepted and not computed yet."""
+
+    step: Step
+    arrived: float
+    size: int
+
+
+@dataclass(slots=True)
+class SeamTally:
+    """What was sent of one session over the Seam behind this Node, in one lane."""
+
+    steps: int = 0
+    rows: int = 0
+    bytes: int = 0
+
+    def add(self, rows: int, size: int) -> None:
+        self.steps += 1
+        self.rows += rows
+        self.bytes += size
+
+    def count(self) -> SeamCount:
+        return SeamCount(steps=self.steps, rows=self.rows, bytes=self.bytes)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One open session. `number` is the engine's name for its cache."""
+
+    number: int
+    key: bytes
+    ticket: Ticket
+    prompt_tokens: int
+    max_tokens: int
+    opened: float
+    next_seq: int = 0
+    accepted_end: int = 0
+    computed_end: int = 0
+    prompt_complete: bool = False
+    """The last prefill chunk was accepted: from here on the decode lane."""
+    queue: deque[QueuedStep] = field(default_factory=deque)
+    closed: bool = False
+    running: bool = False
+    """The engine works on this slot now: it is freed after that call, not during it."""
+    released: bool = False
+    """Its cache is being dropped, or is: that happens once."""
+    finished: bool = False
+    generated: int = 0
+    times: HopTimes | None = None
+    sent_prefill: SeamTally = field(default_factory=SeamTally)
+    sent_decode: SeamTally = field(default_factory=SeamTally)
+
+    @property
+    def decoding(self) -> bool:
+        return self.prompt_complete and not self.finished
+
+    def has_room(self, limit: int) -> bool:
+        """Whether one more prefill chunk may be accepted without waiting."""
+        return len(self.queue) < limit
+
+    def accept(self, step: Step, arrived: float, size: int) -> QueuedStep:
+        """Take `step` in; raises the entry-level reject without having changed anything."""
+        end = self.check(step)
+        entry = step.entry
+        self.next_seq = entry.seq + 1
+        self.accepted_end = end
+        if entry.lane == LANE_PREFILL and entry.flags & FLAG_LAST_CHUNK:
+            self.prompt_complete = True
+        queued = QueuedStep(step, arrived, size)
+        self.queue.append(queued)
+        return queued
+
+    def check(self, step: Step) -> int:
+        """The accepted end after `step`, or the reject it deserves."""
+        entry = step.entry
+        if entry.hop != self.ticket.hop:
+            raise ShardlineError("frame_invalid", f"step for hop {entry.hop}, this is hop {self.ticket.hop}")
+        if entry.seq < self.next_seq:
+            raise ShardlineError("duplicate", f"step {entry.seq} was accepted before, next is {self.next_seq}")
+        if entry.seq > self.next_seq:
+            raise ShardlineError("seam_gap", f"step {entry.seq} came, step {self.next_seq} is missing")
+        self._check_lane(step)
+        rollback = bool(entry.flags & FLAG_ROLLBACK)
+        if entry.position != self.accepted_end and not (rollback and entry.position < self.accepted_end):
+            raise ShardlineError("seam_gap", f"rows for position {entry.position}, the end is {self.accepted_end}")
+        end = entry.position + entry.rows
+        if end > self.ticket.kv_tokens:
+            raise ShardlineError("frame_invalid", f"rows up to {end}, {self.ticket.kv_tokens} are reserved")
+        return end
+
+    def _check_lane(self, step: Step) -> None:
+        entry = step.entry
+        if entry.lane == LANE_DECODE:
+            if entry.rows != 1:
+                raise ShardlineError("frame_invalid", f"a decode step of {entry.rows} rows, 1 is right")
+            if not self.prompt_complete:
+                raise ShardlineError("seam_gap", "a decode step before the last prefill chunk")
+            return
+        if self.prompt_complete:
+            raise ShardlineError("frame_invalid", "a prefill chunk behind the last one")
+        if entry.rows > self.ticket.prefill_chunk:
+            raise ShardlineError(
+                "frame_invalid", f"a chunk of {entry.rows} rows, at most {self.ticket.prefill_chunk} are agreed"
+            )
+        last = bool(entry.flags & FLAG_LAST_CHUNK)
+        end = entry.position + entry.rows
+        if last != (end == self.prompt_tokens):
+            raise ShardlineError("frame_invalid", f"chunk ends at {end} of {self.prompt_tokens}, last={last}")
+
+
+def check_tokens(step: Step, vocab_size: int) -> None:
+    """Every token id lies in the vocabulary; the reject names the first that does not."""
+    ids = array("i", bytes(step.tokens))
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise ShardlineError("seam_invalid", f"token id {bad} lies outside the vocabulary of {vocab_size}")
+
+
+def check_width(step: Step, layout: SeamLayout) -> None:
+    """The rows of `step` have the sizes that `layout` says (decoding has checked it for received ones)."""
+    for buffer, tensor in zip(step.hidden, layout.tensors, strict=True):
+        if len(buffer) != tensor.row_bytes * step.entry.rows:
+            raise ShardlineError("seam_invalid", f"{tensor.name} has {len(buffer)} bytes for {step.entry.rows} rows")
+
+
+@dataclass(slots=True)
+class KvLedger:
+    """Reservations in tokens. What is *used* is asked of the engine; this only says what may be promised."""
+
+    capacity: int
+    reserved: int = 0
+
+    def reserve(self, tokens: int) -> None:
+        if self.reserved + tokens > self.capacity:
+            raise ShardlineError(
+                "kv_exhausted",
+                f"{tokens} KV tokens wanted, {self.capacity - self.reserved} of {self.capacity} are free",
+                wanted=tokens,
+                free=self.capacity - self.reserved,
+                capacity=self.capacity,
+            )
+        self.reserved += tokens
+
+    def release(self, tokens: int) -> None:
+        self.reserved -= tokens

@@ -1,0 +1,80 @@
+"""Generation Telemetry: the one event schema, for SSE, JSON records and final answers alike.
+
+Every event is a whole snapshot of one Route Session: a reader who missed some needs only the next. Numbers are
+finite or null; a rate over no time is null. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from shardline.wire.messages import Phase, SeamCount
+
+
+class QueueView(msgspec.Struct, frozen=True, kw_only=True):
+    position: int | None = None
+    """Place in the queue, 1 is next; null when not queued."""
+    waited_ms: float | None = None
+
+
+class HopView(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    layers: tuple[int, int]
+    engine_class: str
+    content_id: str
+    health: str
+    """`ok`, `silent` (beats are missing) or `lost`."""
+    rtt_ms: float | None = None
+    queue_ms: float | None = None
+    compute_ms: float | None = None
+    send_ms: float | None = None
+
+
+class RouteView(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    content_id: str
+    engine_class: str
+    n_layers: int
+    hops: list[HopView]
+
+
+class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
+    done: int
+    total: int
+    chunk: int | None = None
+
+
+class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: int = 0
+    tokens_per_s: float | None = None
+    """Over the last 2 s; null until two tokens came."""
+    ttft_ms: float | None = None
+    """From the arrival of the request to its first token."""
+
+
+class SeamView(msgspec.Struct, frozen=True, kw_only=True):
+    """Body bytes that crossed from one hop to the next; `to` of the last one is the head (token ids only)."""
+
+    source: str = msgspec.field(name="from")
+    to: str
+    prefill: SeamCount = SeamCount()
+    decode: SeamCount = SeamCount()
+
+
+class TelemetryEvent(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    """Public id of the Route Session."""
+    seq: int
+    time: float
+    """Unix seconds at the Gateway."""
+    phase: Phase
+    model: str
+    queue: QueueView = QueueView()
+    route: RouteView | None = None
+    prefill: PrefillView
+    decode: DecodeView = DecodeView()
+    seams: list[SeamView] = []
+    failure: dict[str, Any] | None = None
+    """The error object of the catalogue, when `phase` is failed."""

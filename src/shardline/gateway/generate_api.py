@@ -1,0 +1,105 @@
+"""The seam between the OpenAI surface and the generations behind it.
+
+Owns the shape of one choice: what is asked, what happens, how it ends. Above it: HTTP, text, templates. Below it:
+admission, routes, sessions, telemetry. Nothing above knows a Node's session, nothing below knows text. Pure.
+Shown by tests/gateway/test_app_*.py, which drive the whole surface through an in-memory implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from shardline.wire.messages import ModelInfo, Sampling, Token
+from shardline.wire.telemetry import TelemetryEvent
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One choice: a prompt that fits, and how to go on from it. Every number was checked before."""
+
+    model: str
+    prompt: list[int]
+    """Token ids, at least one; with `max_tokens` they fit into the context."""
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    """For the record only: stop strings are matched above this seam, which then calls `Generation.stop`."""
+    key_id: str
+    """The principal: sees and cancels its own sessions only."""
+    include_stop_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEvent:
+    """One or more tokens, in order of generation; end-of-generation ids are not among them."""
+
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The last event. `stop`: an end-of-generation id; `length`: max_tokens are there."""
+
+    reason: FinishReason
+    generated: int
+    """Tokens that usage counts."""
+
+
+GenerationEvent = TokensEvent | TelemetryEvent | FinishedEvent
+
+
+class Generation(Protocol):
+    """One running choice. Its owner reads it to the end, or calls `stop` or `cancel`: nothing else frees the KV.
+
+    Reading may begin before the route is open (telemetry of the queue comes then), beside `wait_open`. A failure is
+    raised as `ShardlineError` from both. After `stop` or `cancel` the iterator ends without a `FinishedEvent`.
+    Events wait unread in a bounded place: at most `max_tokens` tokens and the latest telemetry.
+    """
+
+    @property
+    def id(self) -> str:
+        """Public id of the Route Session; known from the start."""
+
+    async def wait_open(self) -> None:
+        """Return when the route is open on all Nodes; raise `ShardlineError` when it will not be."""
+
+    def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
+
+    async def stop(self) -> None:
+        """End as completed (a stop string came): what is computed past it is discarded and not counted."""
+
+    async def cancel(self, reason: str) -> None:
+        """End as cancelled, in any phase; the KV is free everywhere soon after. Idempotent."""
+
+    def telemetry(self) -> TelemetryEvent:
+        """The account as it stands now."""
+
+    def timings(self) -> dict[str, float | None]:
+        """`prompt_ms` and `predicted_ms`, null while there is no span to measure."""
+
+
+class Generations(Protocol):
+    """What can be generated here."""
+
+    def start(self, request: GenerationRequest) -> Generation:
+        """Queue the choice. Raises nothing: a refusal comes out of the Generation."""
+
+    async def models(self) -> list[ModelInfo]:
+        """All models that the Tracker knows, whole or not; at most one second old."""
+
+
+class SessionRecords(Protocol):
+    """Route Sessions as their owner sees them; another key's session is `session_not_found`."""
+
+    def list(self, key_id: str) -> list[dict[str, Any]]: ...
+
+    def get(self, record_id: str, key_id: str) -> dict[str, Any]: ...
+
+    async def cancel(self, record_id: str, key_id: str) -> None: ...
+
+    def subscribe(self, record_id: str, key_id: str, after: int = 0) -> AsyncIterator[tuple[int, bytes]]:
+        """Numbered telemetry events above `after`, kept ones first; ends with the session."""

@@ -195,6 +195,11 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_bytes: int
     kv_reserve_bytes: int = 0
     legal_cuts: list[int] | None = None
+    node: str | None = None
+    """Who asks; asking again replaces the claim that the last answer left."""
+    host: str | None = None
+    host_memory_bytes: int | None = None
+    """Memory of the machine, which all Nodes on `host` share. Null: the largest that one of them names."""
 
 
 class PlacementAnswer(msgspec.Struct, frozen=True, kw_only=True):

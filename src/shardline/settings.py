@@ -64,3 +64,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     worker_restarts: int = 5
     worker_silent_s: float = 1.5
     worker_start_s: float = 300.0
+    worker_backoff_s: float = 1.0
+    """Pause before the first restart; doubled for each further one."""
+    worker_good_run_s: float = 300.0
+    """A worker that served this long starts the count of restarts anew."""
+    worker_stop_s: float = 2.0

@@ -53,6 +53,8 @@ class ShardDescription:
     rollback: bool
     text_digest: str | None = None
     """SHA-256 (hex) of `text_bundle()`; head and tail only."""
+    kv_capacity_tokens: int | None = None
+    """What the engine's caches can hold in all; None: bounded by memory alone."""
 
     @property
     def is_head(self) -> bool:

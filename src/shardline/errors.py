@@ -50,6 +50,7 @@ CATALOGUE: dict[str, Fault] = {
     "kv_exhausted": Fault(503, SERVER, True, "Wait for running sessions to end, or ask for fewer tokens."),
     "draining": Fault(503, SERVER, True, "The process is stopping: use another one."),
     "tracker_unreachable": Fault(503, SERVER, True, "Start the Tracker, or correct its URL."),
+    "gateway_unreachable": Fault(503, SERVER, True, "Start the Gateway (shardline up MODEL), or correct its URL."),
     "text_unavailable": Fault(503, SERVER, True, "The head Node did not serve its text bundle: look at its log."),
     # How a running Route Session can end badly.
     "node_lost": Fault(502, SERVER, True, "A Node of the route is gone. Send the request again: it takes another route."),

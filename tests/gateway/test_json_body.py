@@ -1,0 +1,138 @@
+"""Bodies from strangers: exact refusals, and duplicates found wherever they stand."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.errors import ShardlineError
+from shardline.gateway.json_body import decode_body, duplicate_key
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+
+
+class Outer(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    limit: int | None = None
+    rate: float | None = None
+    items: list[Inner] = []
+    anything: msgspec.Raw = msgspec.Raw()
+
+
+def refusal(body: bytes) -> ShardlineError:
+    with pytest.raises(ShardlineError) as caught:
+        decode_body(body, Outer)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b'"text"',
+        b"{",
+        b'{"model":"a"} x',
+        b'\xef\xbb\xbf{"model":"a"}',
+        b'{"model":"\xff"}',
+        b'{"model":"\xed\xa0\xbd"}',
+        b'{"model":"\\ud83d"}',
+        b'{"model":"\\ude00"}',
+        b'{"model":"a\\ud83dz"}',
+        b'{"model":"a","rate":NaN}',
+        b'{"model":"a","rate":Infinity}',
+        b'{"model":"a","rate":-Infinity}',
+        b'{"model":"a","anything":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"model":"a","anything":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+    ],
+)
+def test_what_is_not_json_is_refused(body: bytes) -> None:
+    error = refusal(body)
+    assert error.code == "invalid_json"
+    assert error.fault.status == 400
+    assert len(error.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"{}", "invalid_value", "model"),
+        (b'{"model":null}', "invalid_value", "model"),
+        (b'{"model":"a","limit":1.0}', "invalid_value", "limit"),
+        (b'{"model":"a","limit":"5"}', "invalid_value", "limit"),
+        (b'{"model":"a","limit":true}', "invalid_value", "limit"),
+        (b'{"model":"a","limit":' + b"9" * 6000 + b"}", "invalid_value", "limit"),
+        (b'{"model":"a","rate":1e999}', "invalid_value", "rate"),
+        (b'{"model":"a","foo":1}', "unsupported_parameter", "foo"),
+        (b'{"model":"a","items":{}}', "invalid_value", "items"),
+        (b'{"model":"a","items":["x"]}', "invalid_value", "items[0]"),
+        (b'{"model":"a","items":[{"role":"u"},{}]}', "invalid_value", "items[1].role"),
+        (b'{"model":"a","items":[{"role":"u","x":1}]}', "unsupported_parameter", "items[0].x"),
+        (b'{"model":"a","model":"b"}', "invalid_json", "model"),
+        (b'{"model":"a","\\u006dodel":"b"}', "invalid_json", "model"),
+        (b'{"model":"a","items":[{"role":"u","role":"v"}]}', "invalid_json", "role"),
+    ],
+)
+def test_the_field_is_named(body: bytes, code: str, param: str) -> None:
+    error = refusal(body)
+    assert (error.code, error.param) == (code, param)
+    assert "`" not in error.message and "Expected" not in error.message
+
+
+def test_a_long_unknown_name_is_cut() -> None:
+    error = refusal(b'{"model":"a","' + b"x" * 100_000 + b'":1}')
+    assert error.code == "unsupported_parameter"
+    assert len(error.message) < 500 and error.param is not None and len(error.param) < 300
+
+
+def test_json_words_not_python_words() -> None:
+    assert "expected integer | null, got string" in refusal(b'{"model":"a","limit":"5"}').message
+
+
+def test_sixteen_megabytes_of_escapes_take_linear_time() -> None:
+    body = b'{"model":"' + b"\\n" * (8 << 20) + b'","limit":1}'
+    began = time.process_time()
+    assert decode_body(body, Outer).limit == 1
+    assert time.process_time() - began < 5
+
+
+def _json() -> st.SearchStrategy[Any]:
+    keys = st.sampled_from(["a", "b", "{", '"', ":", "\\", "ü", "a b"])
+    leaves = st.none() | st.integers(-5, 5) | st.sampled_from(['"', "{}", 'a":', "\\", "", "x:y"])
+    return st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.lists(st.tuples(keys, inner), max_size=3).map(tuple)
+    )
+
+
+def _text(value: Any) -> str:
+    """JSON text where tuples of pairs are objects, so that an object may hold a key twice."""
+    if isinstance(value, tuple):
+        return "{" + " , ".join(f"{json.dumps(k)} :{_text(v)}" for k, v in value) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_text, value)) + "]"
+    return json.dumps(value)
+
+
+@given(_json())
+def test_duplicates_are_found_exactly(value: Any) -> None:
+    text = _text(value)
+    doubled: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        doubled.extend(name for name in names if names.count(name) > 1)
+        return dict(pairs)
+
+    json.loads(text, object_pairs_hook=note)
+    found = duplicate_key(text.encode())
+    assert (found is None) == (not doubled)
+    assert found is None or found in doubled

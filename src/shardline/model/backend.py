@@ -90,7 +90,8 @@ class BackendOutput:
 
 
 class Backend(Protocol):
-    """One loaded Shard. Faults are `ShardlineError` (`engine_error`, `engine_out_of_memory`, `rollback_unsupported` …)."""
+    """One loaded Shard. Faults are `ShardlineError` (`engine_error`, `engine_out_of_memory`, `rollback_unsupported` …);
+    `engine_lost` says that the whole engine is unusable and must be started again."""
 
     def describe(self) -> ShardDescription: ...
 

@@ -1,0 +1,290 @@
+"""The engine as the Node sees it: asynchronous, one batch at a time, lost and restarted without the Node.
+
+Owns the `Engine` protocol, the rule for restarts, and `InlineEngine`, which runs a paced (scripted) backend on the
+Node's own loop. A backend that really computes belongs into `worker_engine.WorkerEngine`. Refuses to schedule:
+which batch is next is the Node's decision. Shown by tests/model/test_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from shardline.errors import ShardlineError
+from shardline.model.backend import Backend, BackendEntry, ShardDescription, SlotSpec
+from shardline.model.generation import Generator, StepResult, fault_of
+from shardline.settings import Settings
+from shardline.wire.messages import EngineHealth, StepTimes
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What became of one `submit`. With `failure` set the engine is gone, and `results` is empty."""
+
+    results: list[StepResult | ShardlineError]
+    """One an entry, in order. Buffers in it belong to the receiver."""
+    compute_us: float
+    """Time inside the engine, hand-over not counted."""
+    failure: ShardlineError | None = None
+
+
+Done = Callable[[BatchResult], None]
+
+
+class Engine(Protocol):
+    """One loaded Shard behind the event loop. All methods are called on that loop, and all callbacks run on it.
+
+    When the engine dies or hangs, `on_lost(error)` is called first, then the `done` of the running batch with the same
+    error as its `failure`; waiting calls raise it. All slots are gone then. The engine starts itself again, at most
+    `worker_restarts` times (1, 2, 4 … s apart), and calls `on_ready()` when slots can be opened again.
+    """
+
+    on_lost: Callable[[ShardlineError], None]
+    on_ready: Callable[[], None]
+
+    async def start(self) -> ShardDescription:
+        """Load the Shard. Raises what loading raised, or `engine_lost`; a first start is not repeated."""
+
+    async def open(self, slot: int, spec: SlotSpec) -> None:
+        """Make an empty cache. A caller that gives up waiting closes the slot: calls keep their order."""
+
+    async def close(self, slot: int) -> None:
+        """Free a slot, behind the running batch. Nothing to do where the engine is down."""
+
+    def submit(self, entries: Sequence[BackendEntry], done: Done) -> None:
+        """Run one batch, the only one until `done`, which never runs inside this call. Buffers of `entries` may be
+        dropped when it returns, unless the engine is inline. Limits: `step`, or `prefill_chunk` for more than one
+        row of a session."""
+
+    async def rollback(self, slot: int, position: int) -> None: ...
+
+    async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+
+    def text_bundle(self) -> bytes | None:
+        """MessagePack of `TextBundle`; None before the start, and on a Shard that is neither head nor tail."""
+
+    def health(self) -> EngineHealth: ...
+
+    def kv(self) -> int:
+        """Tokens in the caches of all slots, as the backend reports them; 0 while the engine is down."""
+
+    async def self_test(self) -> StepTimes:
+        """Compute something over the whole range and check it; slots that are open are left alone."""
+
+    async def stop(self) -> None:
+        """Free everything; idempotent. What still waits fails with `draining`; nothing is called back any more."""
+
+
+class Restarts:
+    """How often and how soon a lost engine is started again. Pure: times are arguments."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._in_a_row = 0
+        self.count = 0
+        """Restarts so far, over the whole life."""
+
+    def next_delay_s(self, ran_s: float) -> float | None:
+        """Pause before the next try, after a run of `ran_s`; None: give up."""
+        if ran_s >= self._settings.worker_good_run_s:
+            self._in_a_row = 0
+        if self._in_a_row >= self._settings.worker_restarts:
+            return None
+        self._in_a_row += 1
+        self.count += 1
+        return float(self._settings.worker_backoff_s * 2 ** (self._in_a_row - 1))
+
+
+def step_limit(entries: Sequence[BackendEntry], settings: Settings) -> tuple[str, float]:
+    """Name and seconds of the limit that a batch runs under."""
+    if all(entry.rows == 1 for entry in entries):
+        return "step", settings.step_s
+    return "prefill_chunk", settings.prefill_chunk_s
+
+
+def over_limit(name: str, limit_s: float) -> ShardlineError:
+    return ShardlineError("deadline", f"the engine did not answer within {limit_s:g} s", limit=name)
+
+
+class PacedBackend(Backend, Protocol):
+    """A backend that says how long it wants to take and computes in no time: fit to run on the event loop."""
+
+    def load_pace_s(self) -> float: ...
+
+    def open_pace_s(self, slot: int) -> float: ...
+
+    def pace_s(self, entries: Sequence[BackendEntry]) -> float:
+        """Seconds this batch takes; infinite: it hangs."""
+
+    def self_test(self) -> StepTimes: ...
+
+
+class InlineEngine:
+    """A paced backend on the Node's loop, with the same losses, limits and restarts as a worker process."""
+
+    def __init__(self, load: Callable[[], PacedBackend], settings: Settings) -> None:
+        self.on_lost: Callable[[ShardlineError], None] = lambda _: None
+        self.on_ready: Callable[[], None] = lambda: None
+        self._load = load
+        self._settings = settings
+        self._restarts = Restarts(settings)
+        self._backend: PacedBackend | None = None
+        self._generator: Generator | None = None
+        self._text: bytes | None = None
+        self._timer: asyncio.Handle | None = None
+        """Of the running batch, or of the next restart: there is never both."""
+        self._done: Done | None = None
+        self._down: ShardlineError = ShardlineError("engine_lost", "the engine was not started")
+        self._ready_at = 0.0
+        self._batch_at = 0.0
+        self._stopped = False
+
+    async def start(self) -> ShardDescription:
+        backend = self._load()
+        await self._pause(backend.load_pace_s(), "worker_start", self._settings.worker_start_s)
+        return self._serve(backend)
+
+    def _serve(self, backend: PacedBackend) -> ShardDescription:
+        generator = Generator(backend)
+        self._backend, self._generator, self._text = backend, generator, generator.text
+        self._ready_at = time.monotonic()
+        return generator.description
+
+    async def _pause(self, seconds: float, name: str, limit_s: float) -> None:
+        """Take the time that the backend wants; over the limit the engine is lost."""
+        if seconds > 0:
+            await asyncio.sleep(min(seconds, limit_s))
+        if seconds > limit_s:
+            error = over_limit(name, limit_s)
+            self._lose(error)
+            raise error
+
+    def _up(self) -> Generator:
+        if self._generator is None:
+            raise self._down
+        return self._generator
+
+    async def open(self, slot: int, spec: SlotSpec) -> None:
+        self._up()
+        if self._backend is not None:
+            await self._pause(self._backend.open_pace_s(slot), "step", self._settings.step_s)
+        try:
+            self._up().open(slot, spec)
+        except ShardlineError as error:
+            if error.code == "engine_lost":
+                self._lose(error)
+            raise
+
+    async def close(self, slot: int) -> None:
+        if self._generator is not None:
+            self._generator.close(slot)
+
+    def submit(self, entries: Sequence[BackendEntry], done: Done) -> None:
+        if self._done is not None:
+            raise RuntimeError("a batch is running already")
+        loop = asyncio.get_running_loop()
+        if self._backend is None:
+            loop.call_soon(done, BatchResult([], 0.0, self._down))
+            return
+        self._done = done
+        self._batch_at = time.perf_counter()
+        name, limit_s = step_limit(entries, self._settings)
+        pace = self._backend.pace_s(entries)
+        if pace > limit_s:
+            self._timer = loop.call_later(limit_s, self._lose, over_limit(name, limit_s))
+        elif pace > 0:
+            self._timer = loop.call_later(pace, self._run, entries)
+        else:
+            self._timer = loop.call_soon(self._run, entries)
+
+    def _run(self, entries: Sequence[BackendEntry]) -> None:
+        done, self._done, self._timer = self._done, None, None
+        if done is None or self._generator is None:
+            return
+        try:
+            results = self._generator.run(entries)
+        except ShardlineError as error:
+            self._done = done
+            self._lose(error)
+            return
+        done(BatchResult(results, (time.perf_counter() - self._batch_at) * 1e6))
+
+    def _lose(self, error: ShardlineError) -> None:
+        """Everything that was open is gone; say so, then plan the next start."""
+        if self._generator is None or self._stopped:
+            return
+        log.warning("engine_lost", code=error.code, reason=error.message)
+        ran_s = time.monotonic() - self._ready_at
+        done = self._take_down(error)
+        self.on_lost(error)
+        if done is not None:
+            done(BatchResult([], 0.0, error))
+        self._plan_restart(ran_s)
+
+    def _take_down(self, error: ShardlineError) -> Done | None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        done, self._done = self._done, None
+        self._backend = self._generator = None
+        self._down = error
+        return done
+
+    def _plan_restart(self, ran_s: float) -> None:
+        delay_s = self._restarts.next_delay_s(ran_s)
+        if delay_s is not None and not self._stopped:
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._restart)
+
+    def _restart(self) -> None:
+        self._timer = None
+        try:
+            backend = self._load()
+            if backend.load_pace_s() == math.inf:
+                raise over_limit("worker_start", self._settings.worker_start_s)
+            self._serve(backend)
+        except Exception as error:  # whatever loading raises is one failed try
+            self._down = fault_of(error)
+            self._plan_restart(0.0)
+            return
+        self.on_ready()
+
+    async def rollback(self, slot: int, position: int) -> None:
+        self._up().rollback(slot, position)
+
+    async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return self._up().backend.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def text_bundle(self) -> bytes | None:
+        return self._text
+
+    def health(self) -> EngineHealth:
+        alive = self._generator is not None
+        return EngineHealth(
+            alive=alive,
+            running_step_age_ms=(time.perf_counter() - self._batch_at) * 1e3 if self._done is not None else None,
+            restarts=self._restarts.count,
+            last_error=None if alive else self._down.message,
+        )
+
+    def kv(self) -> int:
+        return self._generator.kv_tokens if self._generator is not None else 0
+
+    async def self_test(self) -> StepTimes:
+        self._up()
+        if self._backend is None:
+            raise self._down
+        return self._backend.self_test()
+
+    async def stop(self) -> None:
+        self._stopped = True
+        done = self._take_down(ShardlineError("draining", "the engine was stopped"))
+        if done is not None:
+            done(BatchResult([], 0.0, self._down))

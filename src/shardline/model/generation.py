@@ -1,0 +1,232 @@
+"""Slots and tokens on top of any backend: what is the same for every engine, written once.
+
+Owns what a slot was opened with, the check that a batch fits the cache, the sampler of each tail slot, and when a
+generation ends by itself. Refuses to own caches (the backend's), processes (worker.py) and text. Synchronous, one
+thread. Shown by tests/model/test_generation.py.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from shardline.errors import ShardlineError
+from shardline.model.backend import Backend, BackendEntry, BackendOutput, Buffer, ShardDescription, SlotSpec
+from shardline.model.sampling import Sampler
+from shardline.wire.messages import Sampling, TextBundle
+
+End = Literal["stop", "length"]
+_I32 = np.dtype("<i4")
+
+
+class SampledToken(NamedTuple):
+    """The tail's choice. `end` "stop": `id` is an end-of-generation or stop id; "length": the last permitted token."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] | None = None
+    """(id, logprob) of the most likely tokens."""
+    end: End | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Of one entry: the rows for the next Shard (one buffer a tensor of `layout_out`), or on the tail a token, or
+    neither where no output was wanted."""
+
+    hidden: tuple[Buffer, ...] = ()
+    token: SampledToken | None = None
+
+
+class _Slot:
+    __slots__ = ("expected", "kv_tokens", "sampler", "spec")
+
+    def __init__(self, spec: SlotSpec, sampler: Sampler | None) -> None:
+        self.spec = spec
+        self.sampler = sampler
+        self.kv_tokens = 0
+        """As last read from the backend."""
+        self.expected: int | None = None
+        """The token sampled last: it must come round as the next row."""
+
+
+class Generator:
+    """Opens, runs and closes slots of one backend.
+
+    An `engine_lost` that the backend raises leaves `run`, `open` and the rest as it is: the engine is unusable as a
+    whole, and its owner starts it again. Every other fault of a batch becomes the result of its entries.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.description: ShardDescription = backend.describe()
+        self.text: bytes | None = backend.text_bundle()
+        self._end_ids = frozenset(msgspec.msgpack.decode(self.text, type=TextBundle).eog) if self.text else frozenset()
+        self._row_bytes = tuple(t.row_bytes for t in self.description.layout_out.tensors)
+        self._slots: dict[int, _Slot] = {}
+        self.kv_tokens = 0
+        """Tokens in the caches of all open slots, as the backend reports them."""
+
+    @property
+    def slots(self) -> int:
+        return len(self._slots)
+
+    def open(self, slot: int, spec: SlotSpec) -> None:
+        """Make an empty cache, and on the tail a sampler. Raises what either raises; nothing stays open then."""
+        if slot in self._slots:
+            raise ShardlineError("engine_error", f"slot {slot} is open already")
+        sampler = None
+        if self.description.is_tail:
+            sampler = Sampler(
+                spec.sampling if spec.sampling is not None else Sampling(),
+                vocab_size=self.description.vocab_size,
+                prompt_tokens=spec.prompt_tokens,
+                end_ids=self._end_ids,
+            )
+        try:
+            self.backend.open(slot)
+        except Exception as error:
+            self.backend.close(slot)
+            raise fault_of(error) from error
+        self._slots[slot] = _Slot(spec, sampler)
+
+    def close(self, slot: int) -> None:
+        """Free the slot; closing what is not open is nothing."""
+        self.backend.close(slot)
+        held = self._slots.pop(slot, None)
+        if held is not None:
+            self.kv_tokens -= held.kv_tokens
+
+    def rollback(self, slot: int, position: int) -> None:
+        """Drop everything at and above `position`. Raises `rollback_unsupported` where the engine cannot."""
+        held = self._held(slot)
+        if not 0 <= position <= held.kv_tokens:
+            raise ShardlineError("seam_gap", f"cannot go back to {position}: the cache ends at {held.kv_tokens}")
+        try:
+            self.backend.rollback(slot, position)
+        except Exception as error:
+            raise fault_of(error) from error
+        finally:
+            self._read_kv(slot, held)
+        held.expected = None
+        if held.sampler is not None:
+            held.sampler.rollback(position)
+
+    def run(self, entries: Sequence[BackendEntry]) -> list[StepResult | ShardlineError]:
+        """Compute one batch: a result or an error for each entry, in order. The caller closes slots that failed."""
+        results: list[StepResult | ShardlineError | None] = [None] * len(entries)
+        runnable: list[int] = []
+        for i, entry in enumerate(entries):
+            try:
+                self._check(entry)
+                runnable.append(i)
+            except ShardlineError as error:
+                results[i] = error
+        if runnable:
+            for i, output in zip(runnable, self._compute([entries[i] for i in runnable]), strict=True):
+                results[i] = self._result(entries[i], output)
+        return [r for r in results if r is not None]
+
+    def _compute(self, entries: list[BackendEntry]) -> Sequence[BackendOutput | Exception]:
+        try:
+            outputs: Sequence[BackendOutput | Exception] = self.backend.run(entries)
+        except Exception as error:  # an engine's fault is the result of its batch, whatever it is
+            fault = fault_of(error)
+            if fault.code == "engine_lost":
+                raise fault from error
+            outputs = [fault] * len(entries)
+        for entry in entries:
+            self._read_kv(entry.slot, self._slots[entry.slot])
+        if len(outputs) != len(entries):
+            wrong = ShardlineError("engine_error", f"the engine returned {len(outputs)} results for {len(entries)}")
+            return [wrong] * len(entries)
+        return outputs
+
+    def _held(self, slot: int) -> _Slot:
+        held = self._slots.get(slot)
+        if held is None:
+            raise ShardlineError("session_gone", f"slot {slot} is not open")
+        return held
+
+    def _read_kv(self, slot: int, held: _Slot) -> None:
+        now = self.backend.kv_tokens(slot)
+        self.kv_tokens += now - held.kv_tokens
+        held.kv_tokens = now
+
+    def _check(self, entry: BackendEntry) -> None:
+        """Refuse what would make a cache or a text wrong, before the engine sees it."""
+        held = self._held(entry.slot)
+        if entry.position != held.kv_tokens:
+            raise ShardlineError("seam_gap", f"rows for position {entry.position}: the cache ends at {held.kv_tokens}")
+        end = entry.position + entry.rows
+        limit = self.description.context_length
+        if end > limit:
+            raise ShardlineError("context_length_exceeded", f"position {end} is past the context of {limit}")
+        tokens = np.frombuffer(entry.tokens, dtype=_I32)
+        if len(tokens) != entry.rows or entry.rows < 1:
+            raise ShardlineError("seam_invalid", f"{len(tokens)} token ids for {entry.rows} rows")
+        self._check_tokens(tokens, held)
+        if held.sampler is not None:
+            if entry.want_output and end < held.spec.prompt_tokens:
+                raise ShardlineError(
+                    "seam_invalid", f"a token is wanted at {end}, inside the prompt of {held.spec.prompt_tokens}"
+                )
+            held.sampler.observe(tokens)
+        held.expected = None
+
+    def _check_tokens(self, tokens: np.ndarray[Any, np.dtype[np.int32]], held: _Slot) -> None:
+        size = self.description.vocab_size
+        if size and (int(tokens.min()) < 0 or int(tokens.max()) >= size):
+            raise ShardlineError("seam_invalid", f"a token id lies outside the vocabulary of {size}")
+        if held.expected is not None and int(tokens[0]) != held.expected:
+            raise ShardlineError("seam_invalid", "the token that came round is not the one that was sampled")
+
+    def _result(self, entry: BackendEntry, output: BackendOutput | Exception) -> StepResult | ShardlineError:
+        if isinstance(output, Exception):
+            return fault_of(output)
+        try:
+            if not self.description.is_tail:
+                self._check_rows(entry, output)
+                return StepResult(hidden=output.hidden)
+            return StepResult(token=self._sample(entry, output)) if entry.want_output else StepResult()
+        except Exception as error:  # whatever an engine returned for one entry harms that entry only
+            return fault_of(error)
+
+    def _check_rows(self, entry: BackendEntry, output: BackendOutput) -> None:
+        sizes = [memoryview(b).nbytes for b in output.hidden]
+        wanted = [entry.rows * n for n in self._row_bytes]
+        if sizes != wanted:
+            raise ShardlineError("engine_error", f"the engine returned rows of {sizes} bytes, expected {wanted}")
+
+    def _sample(self, entry: BackendEntry, output: BackendOutput) -> SampledToken:
+        held = self._slots[entry.slot]
+        if output.logits is None or held.sampler is None:
+            raise ShardlineError("engine_error", "the engine returned no logits where a token is wanted")
+        logits = np.frombuffer(output.logits, dtype=np.float32)
+        number = held.sampler.generated
+        choice = held.sampler.sample(logits)
+        held.expected = choice.id
+        end: End | None = None
+        if choice.id in self._end_ids or choice.id in held.sampler.stop_ids:
+            end = "stop"
+        elif number + 1 >= held.spec.max_tokens:
+            end = "length"
+        return SampledToken(choice.id, choice.logprob, choice.top, end)
+
+
+def fault_of(error: BaseException) -> ShardlineError:
+    """The catalogue's error for what an engine raised; the traceback of an unexpected one goes to standard error,
+    which is the worker's log."""
+    if isinstance(error, ShardlineError):
+        return error
+    name = type(error).__name__
+    text = str(error).strip().partition("\n")[0][:300]
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        return ShardlineError("engine_out_of_memory", f"the engine ran out of memory: {text or name}")
+    traceback.print_exception(error)
+    return ShardlineError("engine_error", f"the engine failed: {name}: {text}")

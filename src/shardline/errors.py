@@ -43,11 +43,14 @@ CATALOGUE: dict[str, Fault] = {
     "method_not_allowed": Fault(405, INVALID, False, "Use a method that this path has."),
     "body_too_large": Fault(413, INVALID, False, "Send less: the limit stands in the message."),
     "unsupported_media_type": Fault(415, INVALID, False, "Send the body as application/json without Content-Encoding."),
+    "headers_too_large": Fault(431, INVALID, False, "Send fewer and shorter header fields."),
+    "slow_body": Fault(408, INVALID, True, "Send the body faster: the limit stands in the message."),
     "queue_full": Fault(429, RATE_LIMIT, True, "Wait as Retry-After says, then send the request again."),
     # What the cluster cannot do now.
     "model_unavailable": Fault(503, SERVER, True, "Start Nodes for the layers that the message names."),
     "capacity": Fault(503, SERVER, True, "All routes are full. Wait as Retry-After says, or add Nodes."),
     "kv_exhausted": Fault(503, SERVER, True, "Wait for running sessions to end, or ask for fewer tokens."),
+    "too_many_connections": Fault(503, SERVER, True, "Close connections that wait, then connect again."),
     "draining": Fault(503, SERVER, True, "The process is stopping: use another one."),
     "tracker_unreachable": Fault(503, SERVER, True, "Start the Tracker, or correct its URL."),
     "gateway_unreachable": Fault(503, SERVER, True, "Start the Gateway (shardline up MODEL), or correct its URL."),
@@ -78,6 +81,7 @@ CATALOGUE: dict[str, Fault] = {
     "queue_overflow": Fault(503, SERVER, True, "The queue of this Node is full: send again after a pause."),
     "registration_refused": Fault(403, PERMISSION, False, "Correct what the message names, then start the Node again."),
     "unknown_node": Fault(404, NOT_FOUND, True, "Register again: the Tracker does not know this Node."),
+    "address_refused": Fault(403, PERMISSION, False, "Advertise an address that other machines may call."),
     "identity_in_use": Fault(409, INVALID, False, "Give each Node an identity file of its own."),
     # What a person starting a process can do wrong.
     "model_file_invalid": Fault(400, INVALID, False, "Check the file: it is damaged, or not a model."),

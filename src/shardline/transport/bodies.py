@@ -1,0 +1,116 @@
+"""Reading request bodies and writing whole answers, for raw ASGI applications.
+
+Owns the body limits: announced size first, then streamed size, encoding, type, and how long a body may take. It does
+not route and knows no endpoint. Shown by tests/transport/test_bodies.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from shardline.errors import ShardlineError
+
+T = TypeVar("T")
+BODY_GRACE_S = 10.0
+"""How long a body may take, whatever its size …"""
+BODY_BYTES_PER_S = 64 << 10
+"""… and a second more for each of these many bytes that have come."""
+_PATH = re.compile(r" - at `\$(?:\.)?(.*)`$")
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before the request was read or answered; there is nobody to tell."""
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The value of the header field `name` (lower case); None if it is absent, ", " between several."""
+    found = [value for key, value in scope["headers"] if key == name]
+    return b", ".join(found).decode("latin-1") if found else None
+
+
+async def read_body(receive: Receive, scope: Scope, limit: int, *, grace_s: float = BODY_GRACE_S) -> bytes:
+    """The whole body of at most `limit` bytes.
+
+    Raises `unsupported_media_type` (any Content-Encoding), `body_too_large` (before anything is read where the size
+    is announced), `slow_body`, or `ClientLeft`.
+    """
+    encoding = header(scope, b"content-encoding")
+    if encoding is not None and encoding.strip().lower() not in ("", "identity"):
+        raise ShardlineError("unsupported_media_type", f"Content-Encoding {encoding[:40]} is not accepted")
+    length = header(scope, b"content-length")
+    if length is not None and (not length.isascii() or not length.isdigit() or int(length[:20]) > limit):
+        raise _too_large(limit, f"the body has {length[:20]} bytes")
+    chunks: list[bytes] = []
+    received = 0
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    try:
+        async with asyncio.timeout_at(start + grace_s) as wait:
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ClientLeft
+                chunk: bytes = message.get("body", b"")
+                received += len(chunk)
+                if received > limit:
+                    raise _too_large(limit, "the body is longer")
+                if chunk:
+                    chunks.append(chunk)
+                if not message.get("more_body", False):
+                    break
+                wait.reschedule(start + grace_s + received / BODY_BYTES_PER_S)
+    except TimeoutError:
+        seconds = loop.time() - start
+        raise ShardlineError("slow_body", f"{received} bytes of the body came in {seconds:.1f} s") from None
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def read_json(receive: Receive, scope: Scope, kind: type[T], limit: int, *, grace_s: float = BODY_GRACE_S) -> T:
+    """The body as `kind`; raises what `read_body` raises, `unsupported_media_type`, `invalid_json`, `invalid_value`."""
+    media = header(scope, b"content-type")
+    if media is not None and media.partition(";")[0].strip().lower() != "application/json":
+        raise ShardlineError("unsupported_media_type", f"Content-Type {media[:80]} is not application/json")
+    return decode_json(await read_body(receive, scope, limit, grace_s=grace_s), kind)
+
+
+def decode_json(body: bytes, kind: type[T]) -> T:
+    """`body` as `kind`; a wrong value is `invalid_value` with `param` naming where it stands."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PATH.search(text)
+        param = found.group(1) if found else None
+        raise ShardlineError("invalid_value", text[: found.start()] if found else text, param=param or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ShardlineError("invalid_json", f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise ShardlineError("invalid_json", "the body is nested too deeply") from None
+
+
+async def send_body(
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: bytes = b"application/json",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
+    """One whole answer."""
+    fields = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def send_json(send: Send, value: Any, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """One whole JSON answer; `value` is anything that msgspec encodes."""
+    await send_body(send, status, msgspec.json.encode(value), headers=headers)
+
+
+def _too_large(limit: int, why: str) -> ShardlineError:
+    return ShardlineError("body_too_large", f"{why}, the limit is {limit}", limit=limit)

@@ -1,0 +1,207 @@
+"""What stands around every application: one shape for every error, and the gate of the control plane.
+
+Owns the error boundary (the only place that turns an exception into a body), request ids, and the checks of
+credential, protocol version, Origin and Host. Pure ASGI. Shown by tests/transport/test_boundary.py.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import re
+import secrets
+from collections.abc import Callable, Iterable
+
+import msgspec
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shardline.errors import ShardlineError
+from shardline.settings import PROTOCOL
+from shardline.transport.addresses import parse_address
+from shardline.transport.bodies import ClientLeft, header, send_body
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_BY_STATUS = {
+    404: ("not_found", "nothing is served at this path"),
+    405: ("method_not_allowed", "this path does not have the method"),
+}
+
+log = structlog.get_logger(__name__)
+
+
+def error_headers(error: ShardlineError) -> list[tuple[bytes, bytes]]:
+    """Header fields that go with an error: when to come again, and when a client must not repeat by itself."""
+    fields = []
+    after = error.details.get("retry_after")
+    if isinstance(after, (int, float)):
+        fields.append((b"retry-after", b"%d" % max(1, round(after))))
+    if error.fault.status == 502:
+        fields.append((b"x-should-retry", b"false"))
+    if error.code == "unauthorized":
+        fields.append((b"www-authenticate", b"Bearer"))
+    return fields
+
+
+def error_bytes(error: ShardlineError) -> bytes:
+    """The JSON body of an error: `{"error": {…}}`."""
+    return msgspec.json.encode({"error": error.body()})
+
+
+class ErrorBoundary:
+    """Outermost application: whatever goes wrong inside leaves as one error object, or as a closed connection.
+
+    The request id is in `scope["state"]["request_id"]` and in the answer's `x-request-id`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._prefix = secrets.token_hex(6)
+        self._numbers = itertools.count(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send, self._request_id(scope))
+        scope.setdefault("state", {})["request_id"] = answer.request_id
+        try:
+            await self._app(scope, receive, answer.send)
+        except ClientLeft:
+            return
+        except ShardlineError as error:
+            await answer.fail(error)
+        except HTTPException as error:
+            code, message = _BY_STATUS.get(error.status_code, ("internal", str(error.detail)))
+            if code == "internal" and error.status_code < 500:
+                code = "invalid_value"
+            await answer.fail(ShardlineError(code, message), dict(error.headers or {}))
+        except Exception:
+            # The boundary: nothing above could do anything with it but print a traceback to a stranger.
+            log.exception("request_failed", request_id=answer.request_id, path=scope["path"])
+            await answer.fail(
+                ShardlineError(
+                    "internal", f"internal error, request id {answer.request_id}", request_id=answer.request_id
+                )
+            )
+
+    def _request_id(self, scope: Scope) -> str:
+        for name, value in scope["headers"]:
+            if name == b"x-request-id":
+                text = value.decode("latin-1")
+                if _REQUEST_ID.fullmatch(text):
+                    return str(text)
+        return f"req-{self._prefix}-{next(self._numbers):x}"
+
+
+class _Answer:
+    """The sending half of one request: adds the request id, and knows whether an error can still be a body."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self.request_id = request_id
+        self._started = False
+        self._replaced: ShardlineError | None = None
+        self._kept: list[tuple[bytes, bytes]] = []
+
+    async def send(self, message: Message) -> None:
+        if self._replaced is not None:
+            if not message.get("more_body", False):
+                error, self._replaced = self._replaced, None
+                await self._whole(error, self._kept)
+            return
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            status = message["status"]
+            if status in _BY_STATUS and not _is_json(headers):
+                # A router's own plain text; ours have the error object.
+                self._replaced = ShardlineError(*_BY_STATUS[status])
+                self._kept = [(name, value) for name, value in headers if name.lower() == b"allow"]
+                return
+            self._started = True
+            headers.append((b"x-request-id", self.request_id.encode("latin-1")))
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    async def fail(self, error: ShardlineError, extra: dict[str, str] | None = None) -> None:
+        if self._started:
+            # Too late for a status. Returning without a last body message makes the server close the connection,
+            # which is the one thing that a reader of the stream cannot take for a clean end.
+            log.info("response_broken", request_id=self.request_id, code=error.code, message=error.message)
+            return
+        allow = [(b"allow", v.encode("latin-1")) for k, v in (extra or {}).items() if k.lower() == "allow"]
+        await self._whole(error, allow)
+
+    async def _whole(self, error: ShardlineError, extra: list[tuple[bytes, bytes]]) -> None:
+        self._started = True
+        fields = [*error_headers(error), *extra, (b"x-request-id", self.request_id.encode("latin-1"))]
+        await send_body(self._send, error.fault.status, error_bytes(error), headers=fields)
+
+
+def has_credential(scope: Scope, credential: str) -> bool:
+    """Whether the request carries `credential` as its bearer token; takes the same time for every wrong one."""
+    given = header(scope, b"authorization") or ""
+    scheme, _, token = given.partition(" ")
+    same = hmac.compare_digest(token.strip().encode("latin-1"), credential.encode("latin-1"))
+    return same and scheme.lower() == "bearer"
+
+
+def check_protocol(scope: Scope) -> None:
+    """Raise `protocol_mismatch` unless the request speaks our major version of the protocol."""
+    given = header(scope, b"shardline-protocol")
+    if given != str(PROTOCOL):
+        theirs = "no protocol version" if given is None else f"protocol {given[:20]}"
+        raise ShardlineError("protocol_mismatch", f"the request names {theirs}, this side speaks protocol {PROTOCOL}")
+
+
+class ControlGate:
+    """Gate in front of the Node plane and the Tracker: cluster credential, protocol version, and no browsers.
+
+    `is_open(scope)` tells requests that need neither credential nor protocol (health, proof of identity). `names`:
+    host names, beside IP addresses and localhost, that a Host field may have; None: any.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        credential: str,
+        is_open: Callable[[Scope], bool] = lambda scope: scope["path"] == "/healthz",
+        names: Iterable[str] | None = None,
+    ) -> None:
+        if not credential:
+            raise ValueError("a control plane needs a credential")
+        self._app = app
+        self._credential = credential
+        self._is_open = is_open
+        self._names = None if names is None else frozenset(name.lower() for name in names) | {"localhost"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self._check(scope)
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        if header(scope, b"origin") is not None or header(scope, b"sec-fetch-site") is not None:
+            raise ShardlineError("forbidden", "web pages may not call the control plane")
+        if self._names is not None:
+            name = _host_of(header(scope, b"host") or "")
+            if parse_address(name) is None and name not in self._names:
+                raise ShardlineError("forbidden", "the Host of the request is not one of this process")
+        if self._is_open(scope):
+            return
+        if not has_credential(scope, self._credential):
+            raise ShardlineError("unauthorized", "the cluster credential is missing or wrong")
+        check_protocol(scope)
+
+
+def _host_of(field: str) -> str:
+    """The host of a Host field, without port."""
+    if field.startswith("["):
+        return field[1:].partition("]")[0].lower()
+    return field.partition(":")[0].lower()
+
+
+def _is_json(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name.lower() == b"content-type" and value.startswith(b"application/json") for name, value in headers)

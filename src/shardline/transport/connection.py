@@ -1,0 +1,232 @@
+"""One HTTP/1.1 connection of a client: writes a request, parses the response, tells one sink.
+
+Owns the socket, the parser and the rule when a connection may serve again. It does not choose connections, retry,
+or know what a body means: the client and the sinks do. Lowest latency is the aim: everything happens in
+`data_received`, no task, no queue. Shown by tests/transport/test_http_client.py (every split of a response).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import httptools
+
+from shardline.transport.failures import BeforeResponse, BrokenResponse, HttpFailure, NotOurPeer
+
+HEADER_COUNT = 100
+"""Header fields that a response may have."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Sink(Protocol):
+    """Whom a connection tells of one response. Called from `data_received`: never blocks, never awaits."""
+
+    def head(self, status: int, headers: dict[str, str]) -> None: ...
+
+    def body(self, data: bytes) -> None: ...
+
+    def end(self) -> None:
+        """The response is complete, and the connection has left its hands."""
+
+    def lost(self, failure: Exception) -> None:
+        """There will be no further call; the connection is closed."""
+
+
+class Connection(asyncio.Protocol):
+    """At most one request at a time. `done` is called with (connection, may it serve again) after each response."""
+
+    __slots__ = (
+        "_complete",
+        "_done",
+        "_gone",
+        "_head_bytes",
+        "_head_limit",
+        "_headed",
+        "_headers",
+        "_keep",
+        "_made",
+        "_parser",
+        "_paused",
+        "_sink",
+        "_started",
+        "_status",
+        "_transport",
+        "peer",
+        "served",
+    )
+
+    def __init__(
+        self,
+        peer: str,
+        head_limit: int,
+        made: Callable[[Connection], None],
+        done: Callable[[Connection, bool], None],
+        gone: Callable[[Connection], None],
+    ) -> None:
+        self.peer = peer
+        self.served = 0
+        """Responses that were read from this connection to their end."""
+        self._head_limit = head_limit
+        self._made = made
+        self._done = done
+        self._gone = gone
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink: Sink | None = None
+        self._headers: dict[str, str] = {}
+        self._status = 0
+        self._head_bytes = 0
+        self._started = self._headed = self._complete = self._keep = self._paused = False
+
+    # What the client calls.
+
+    def send(self, sink: Sink, pieces: Sequence[Buffer]) -> None:
+        """Write one request, whose response goes to `sink`. The pieces stay unchanged until the sink is told."""
+        if self._transport.is_closing():
+            sink.lost(BeforeResponse(self.peer, "connection closed before the request", reused=self.served > 0))
+            return
+        self._sink = sink
+        self._headers = {}
+        self._head_bytes = 0
+        self._started = self._headed = self._complete = self._keep = False
+        self._transport.writelines(pieces)
+
+    def is_usable(self) -> bool:
+        return not self._transport.is_closing()
+
+    def leave(self, sink: Sink) -> None:
+        """The caller goes: if `sink` still waits, close, because the rest of its response would come."""
+        if self._sink is sink:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once, without a word to the sink."""
+        self._sink = None
+        self._transport.abort()
+
+    def close(self) -> None:
+        """Close an idle connection."""
+        self._transport.close()
+
+    def fail(self, failure: Exception) -> None:
+        """Close, and tell the sink why."""
+        sink, self._sink = self._sink, None
+        self._transport.abort()
+        if sink is not None:
+            sink.lost(failure)
+
+    def pause(self) -> None:
+        if not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._made(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._sink is None:
+            # Nobody asked: the other side is confused, and this connection with it.
+            self._transport.abort()
+            return
+        self._started = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.fail(NotOurPeer(self.peer, "it wants to switch the protocol"))
+        except httptools.HttpParserError as error:
+            self._parse_failed(error)
+        if self._complete:
+            self._finish()
+        elif not self._headed and self._sink is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._head_limit:
+                self.fail(BrokenResponse(self.peer, f"response head is longer than {self._head_limit} bytes"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gone(self)
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        why = f"connection lost ({exc})" if exc is not None else "connection closed by the other side"
+        failure: HttpFailure
+        if self._started:
+            failure = BrokenResponse(self.peer, f"{why} in the middle of the response")
+        else:
+            failure = BeforeResponse(self.peer, f"{why} before the response", reused=self.served > 0)
+        sink.lost(failure)
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._keep = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        headers = self._headers
+        key = name.decode("latin-1").lower()
+        text = value.decode("latin-1")
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+        if len(headers) > HEADER_COUNT:
+            raise BrokenResponse(self.peer, f"response has more than {HEADER_COUNT} header fields")
+
+    def on_headers_complete(self) -> None:
+        sink = self._sink
+        if sink is None or self._complete:
+            return
+        status = self._status = self._parser.get_status_code()
+        if status < 200:
+            self._headers = {}
+            return
+        headers = self._headers
+        self._headed = True
+        if "content-length" not in headers and "transfer-encoding" not in headers and status not in (204, 304):
+            raise NotOurPeer(self.peer, "its response has no marked end")
+        sink.head(status, headers)
+
+    def on_body(self, data: bytes) -> None:
+        sink = self._sink
+        if sink is not None and not self._complete:
+            sink.body(data)
+
+    def on_message_complete(self) -> None:
+        if self._headed and self._sink is not None and not self._complete:
+            self._complete = True
+            self._keep = self._parser.should_keep_alive()
+
+    def _parse_failed(self, error: httptools.HttpParserError) -> None:
+        if self._complete:
+            # The response was whole; what came behind it is not HTTP.
+            self._keep = False
+            return
+        cause = error.__context__
+        if isinstance(error, httptools.HttpParserCallbackError) and isinstance(cause, Exception):
+            self.fail(cause)
+        else:
+            self.fail(NotOurPeer(self.peer, f"it does not speak HTTP ({error})"))
+
+    def _finish(self) -> None:
+        sink, self._sink = self._sink, None
+        self._complete = False
+        self.served += 1
+        transport = self._transport
+        # An answer that overtook its request leaves bytes of the request behind: not reusable.
+        keep = self._keep and not transport.is_closing() and transport.get_write_buffer_size() == 0
+        self.resume()
+        self._done(self, keep)
+        if sink is not None:
+            sink.end()

@@ -1,0 +1,209 @@
+"""The server's side of a connection: uvicorn's httptools protocol, with limits on what a stranger may hold.
+
+Owns the time for a request head, its size and field count, the number of connections, and what happens to a body
+that nobody reads. Bodies that are read are bounded in bodies.py. Shown by tests/transport/test_guard.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from shardline.errors import ShardlineError
+from shardline.transport.boundary import error_bytes, error_headers
+
+HEADER_COUNT = 100
+CONNECTIONS = 4096
+SPARE_FILES = 128
+"""File descriptors of the process that connections leave to everything else."""
+PIPELINE = 8
+"""Requests that a client may send ahead of the answers."""
+LINGER_BYTES = 1 << 20
+LINGER_S = 2.0
+
+
+@dataclass(eq=False)
+class GuardLimits:
+    """Limits of one server, and the connections that have not brought a request yet (the oldest first)."""
+
+    header_s: float
+    header_bytes: int
+    connections: int = CONNECTIONS
+    empty: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last connection goes."""
+    unproven: dict[GuardedProtocol, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:
+            self.connections = max(16, min(self.connections, soft - SPARE_FILES))
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: GuardLimits,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.limits = limits
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        self._head_fields = 0
+        self._head_size = 0
+        self._in_body = False
+        self._lingered = 0
+        self._refused: ShardlineError | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        limits = self.limits
+        if len(self.connections) > limits.connections:
+            if not limits.unproven:
+                self.refuse(ShardlineError("too_many_connections", f"{limits.connections} connections are open"))
+                return
+            # One that was opened and said nothing makes room for the newcomer, who may be in earnest.
+            next(iter(limits.unproven)).transport.abort()
+        limits.unproven[self] = None
+        self._arm_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.limits.unproven.pop(self, None)
+        self._cancel_timers()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+        if not self.connections:
+            self.limits.empty.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._refused is not None or self.parser is None:
+            return
+        counted = not self._in_body
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.refuse(ShardlineError("invalid_value", "upgrades and tunnels are not served here"))
+            return
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if not isinstance(cause, ShardlineError):
+                cause = ShardlineError("invalid_value", "the request is not valid HTTP")
+            self.refuse(cause)
+            return
+        if self._in_body:
+            self._linger(len(data))
+        elif self.cycle is None or self.cycle.response_complete:
+            # Bytes came, and there is no request: its head is on the way, or is being dribbled.
+            self._head_bytes += len(data) if counted else 0
+            if self._head_bytes > self.limits.header_bytes:
+                self.refuse(self._too_large())
+            elif self._head_timer is None and not self.transport.is_closing():
+                self._arm_head_timer()
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_fields = 0
+        self._head_size = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._grow(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._grow(len(name) + len(value) + 4)
+        self._head_fields += 1
+        if self._head_fields > HEADER_COUNT:
+            raise ShardlineError("headers_too_large", f"more than {HEADER_COUNT} header fields")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= PIPELINE:
+            raise ShardlineError("invalid_value", "too many requests were sent ahead of their answers")
+        self._in_body = True
+        self._head_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+            self.limits.unproven.pop(self, None)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._lingered = 0
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+        super().on_message_complete()
+
+    # Refusals
+
+    def refuse(self, error: ShardlineError) -> None:
+        """Answer with `error` where no answer has begun, and close."""
+        self._refused = error
+        self._cancel_timers()
+        cycle = self.cycle
+        if not self.transport.is_closing() and (cycle is None or cycle.response_complete or not cycle.response_started):
+            body = error_bytes(error)
+            lines = [STATUS_LINE[error.fault.status], b"content-type: application/json\r\n", b"connection: close\r\n"]
+            lines += [b"%s: %s\r\n" % pair for pair in error_headers(error)]
+            lines += [b"content-length: %d\r\n\r\n" % len(body), body]
+            self.transport.write(b"".join(lines))
+        self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and not self.transport.is_closing():
+            # Answered without reading the body. Closing at once could destroy the answer on its way (a reset), and
+            # reading on forever would be a gift: swallow a little, for a little while.
+            self._unset_keepalive_if_required()
+            if self._linger_timer is None:
+                self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _linger(self, size: int) -> None:
+        if self.cycle is not None and self.cycle.response_complete:
+            self._lingered += size
+            if self._lingered > LINGER_BYTES:
+                self.transport.close()
+
+    def _grow(self, size: int) -> None:
+        self._head_size += size
+        if self._head_size > self.limits.header_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ShardlineError:
+        return ShardlineError("headers_too_large", f"the request head is longer than {self.limits.header_bytes} bytes")
+
+    def _arm_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self.limits.header_s, self._head_late)
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self.transport.abort()
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._head_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._linger_timer = None

@@ -1,0 +1,333 @@
+"""Listening sockets and the HTTP server of every Shardline process.
+
+Owns binding (before anything slow, never on a shared or another port), start, graceful stop and signals. It does not
+know what is served: that is the ASGI application. Shown by tests/transport/test_http_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, TypeVar
+
+import psutil
+import structlog
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.lifespan.off import LifespanOff
+from uvicorn.lifespan.on import LifespanOn
+from uvicorn.server import ServerState
+
+from shardline.errors import ShardlineError
+from shardline.settings import Settings
+from shardline.transport.addresses import is_loopback, make_url
+from shardline.transport.bodies import ClientLeft, decode_json, header, read_body, read_json, send_body, send_json
+from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, error_bytes, has_credential
+from shardline.transport.guard import CONNECTIONS, GuardedProtocol, GuardLimits
+
+__all__ = [
+    "ClientLeft",
+    "ControlGate",
+    "ErrorBoundary",
+    "HttpServer",
+    "bind",
+    "check_listener",
+    "check_protocol",
+    "decode_json",
+    "error_bytes",
+    "has_credential",
+    "header",
+    "read_body",
+    "read_json",
+    "run",
+    "run_until_signal",
+    "send_body",
+    "send_json",
+    "serve",
+]
+
+T = TypeVar("T")
+Drain = Callable[[], Awaitable[None]]
+BACKLOG = 1024
+_CLOSE_S = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+log = structlog.get_logger(__name__)
+
+
+def check_listener(host: str, *, insecure_plain_http: bool, credential: str | None) -> None:
+    """Raise `insecure_listener` for a host beyond loopback, unless plain HTTP was asked for and has a credential."""
+    if is_loopback(host):
+        return
+    if not insecure_plain_http:
+        raise ShardlineError(
+            "insecure_listener", f"{host} can be reached from other machines, and plain HTTP is not encrypted"
+        )
+    if not credential:
+        raise ShardlineError(
+            "insecure_listener", f"{host} can be reached from other machines, and there is no credential"
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take `host:port`, and listen; port 0 takes a free one. Call it before anything that takes long.
+
+    Raises `address_in_use` with the port and, if it can be told, who holds it; `setting_invalid` for an address that
+    this machine does not have. `::` listens on IPv4 as well.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise ShardlineError("setting_invalid", f"cannot listen on {host!r}: {error}", param="host") from None
+    # IPv4 first: "localhost" may resolve to an IPv6 address that the machine cannot bind.
+    found.sort(key=lambda item: item[0] != socket.AF_INET)
+    reason: OSError | None = None
+    for family, kind, protocol, _, address in found:
+        try:
+            return _listen(family, kind, protocol, address, any_host=host == "::")
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ShardlineError(
+                    "address_in_use", f"port {port} on {host} is taken{_holder(port)}", port=port
+                ) from None
+            reason = error
+    raise ShardlineError("setting_invalid", f"cannot listen on {host}, port {port}: {reason}", param="host")
+
+
+def _listen(
+    family: socket.AddressFamily, kind: int, protocol: int, address: tuple[Any, ...], *, any_host: bool
+) -> socket.socket:
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # Past connections in TIME_WAIT must not keep a restarted process away; a listening one must, and does.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if any_host else 1)
+        sock.bind(address)
+        # Listening is what makes a second process fail at once, before it has loaded anything.
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _holder(port: int) -> str:
+    """Who listens on `port`, as far as this user may see."""
+    try:
+        for found in psutil.net_connections(kind="tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
+                return f" by process {found.pid} ({psutil.Process(found.pid).name()})"
+    except (psutil.Error, OSError):
+        pass
+    return ""
+
+
+class HttpServer:
+    """Serves one application on one listening socket, from `start` to `stop`.
+
+    `drain` is called by `stop` after the listener is closed: the application ends what runs, streams included.
+    `tls` makes it HTTPS. `lifespan="off"`: for an application that has no start-up.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        sock: socket.socket,
+        settings: Settings,
+        drain: Drain | None = None,
+        connections: int = CONNECTIONS,
+        tls: ssl.SSLContext | None = None,
+        lifespan: Literal["on", "off"] = "on",
+    ) -> None:
+        self.host, self.port = sock.getsockname()[:2]
+        self.url = make_url("http" if tls is None else "https", self.host, self.port)
+        self._app = app
+        self._sock = sock
+        self._settings = settings
+        self._drain = drain
+        self._tls = tls
+        self._stopping = False
+        self._stopped = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._state = ServerState()
+        self._limits = GuardLimits(settings.header_s, settings.header_bytes, connections)
+        self._config = uvicorn.Config(
+            self._serve_one,
+            http=GuardedProtocol,
+            ws="none",
+            lifespan=lifespan,
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=settings.server_idle_s,  # type: ignore[arg-type]
+        )
+        self._lifespan: LifespanOn | LifespanOff | None = None
+        self._server: asyncio.Server | None = None
+
+    @property
+    def connections(self) -> int:
+        return len(self._state.connections)
+
+    async def start(self) -> None:
+        """Run the application's start-up, then accept. Raises `internal` if the start-up fails."""
+        self._config.load()
+        lifespan = self._lifespan = self._config.lifespan_class(self._config)
+        await lifespan.startup()
+        if lifespan.should_exit:
+            self._sock.close()
+            raise ShardlineError("internal", "the application did not start: its log says why")
+        loop = asyncio.get_running_loop()
+        limits = self._limits
+
+        def protocol() -> GuardedProtocol:
+            return GuardedProtocol(self._config, self._state, lifespan.state, loop, limits=limits)
+
+        self._server = await loop.create_server(
+            protocol,
+            sock=self._sock,
+            backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else self._settings.header_s,
+        )
+
+    def hurry(self) -> None:
+        """Make a running `stop` close everything at once."""
+        self._hurry.set()
+
+    async def stop(self, limit_s: float | None = None) -> None:
+        """Stop accepting, drain, close. Idempotent; returns when nothing of the server is left.
+
+        Open requests and streams have `limit_s` (default `drain_s`), the drain hook included, then they are closed.
+        """
+        if self._stopping:
+            await self._stopped.wait()
+            return
+        self._stopping = True
+        try:
+            await self._close(self._settings.drain_s if limit_s is None else limit_s)
+        finally:
+            self._stopped.set()
+
+    async def wait_stopped(self) -> None:
+        await self._stopped.wait()
+
+    async def _close(self, limit_s: float) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._sock.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._unless_hurried(self._drained())
+        except TimeoutError:
+            log.warning("drain_incomplete", connections=len(self._state.connections), limit_s=limit_s)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)
+        for task in list(self._state.tasks):
+            task.cancel()
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=_CLOSE_S)
+        if self._lifespan is not None:
+            try:
+                async with asyncio.timeout(max(_CLOSE_S, limit_s)):
+                    await self._lifespan.shutdown()
+            except TimeoutError:
+                log.warning("shutdown_incomplete", limit_s=limit_s)
+
+    async def _drained(self) -> None:
+        if self._drain is not None:
+            await self._drain()
+        while self._state.tasks:
+            await asyncio.wait(list(self._state.tasks))
+        if self._state.connections:
+            # Answers that their readers have not taken yet.
+            self._limits.empty.clear()
+            await self._limits.empty.wait()
+
+    async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`, or leave it where it is when the second signal comes."""
+        async with asyncio.TaskGroup() as group:
+            job = group.create_task(work)
+            watch = group.create_task(self._hurry.wait())
+            await asyncio.wait((job, watch), return_when=asyncio.FIRST_COMPLETED)
+            job.cancel()
+            watch.cancel()
+
+    async def _serve_one(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            # Only `_close` cancels requests, after their connections are gone: there is nobody to tell.
+            if scope["type"] != "http" or not self._stopping:
+                raise
+
+
+async def serve(
+    app: ASGIApp,
+    *,
+    settings: Settings,
+    sock: socket.socket | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    drain: Drain | None = None,
+    connections: int = CONNECTIONS,
+    tls: ssl.SSLContext | None = None,
+    lifespan: Literal["on", "off"] = "on",
+) -> HttpServer:
+    """A started server for `app`, on `sock` (from `bind`) or on a freshly bound `host:port`; the caller stops it."""
+    server = HttpServer(
+        app,
+        sock=bind(host, port) if sock is None else sock,
+        settings=settings,
+        drain=drain,
+        connections=connections,
+        tls=tls,
+        lifespan=lifespan,
+    )
+    await server.start()
+    return server
+
+
+async def run_until_signal(*servers: HttpServer, ended: asyncio.Event | None = None) -> None:
+    """Serve until SIGINT or SIGTERM (or `ended`), then stop all servers; a second signal closes them at once."""
+    loop = asyncio.get_running_loop()
+    first = asyncio.Event() if ended is None else ended
+
+    def on_signal() -> None:
+        if first.is_set():
+            for server in servers:
+                server.hurry()
+        first.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await first.wait()
+        async with asyncio.TaskGroup() as group:
+            for server in servers:
+                group.create_task(server.stop())
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` on uvloop where the platform has it, else on asyncio's own loop."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)

@@ -17,6 +17,7 @@ from shardline.errors import ShardlineError
 from shardline.node.slots import Slot
 from shardline.settings import Settings
 from shardline.transport.carrier import Carrier
+from shardline.transport.failures import HttpFailure, TimedOut
 from shardline.wire.messages import Reject, StepAck, TicketPeer
 from shardline.wire.steps import LANE_DECODE, SeamLayout, Step, encode
 
@@ -92,14 +93,14 @@ class Outbox:
         decode = items[0].step.entry.lane == LANE_DECODE
         started = time.perf_counter()
         rejects: list[Reject] = []
-        failure: ShardlineError | None = None
+        failure: Exception | None = None
         try:
             if decode:
                 ack = await self._carrier.push(peer.url, pieces, timeout_s=self._settings.push_s, limit="push")
             else:
                 ack = await self._push_prefill(peer, pieces)
             rejects = ack.rejected
-        except ShardlineError as error:
+        except (HttpFailure, ShardlineError) as error:
             failure = error
         took_ms = (time.perf_counter() - started) * 1e3
         for item in items:
@@ -123,7 +124,7 @@ class Outbox:
                     peer.url, pieces, timeout_s=self._settings.prefill_chunk_s, limit="prefill_chunk"
                 )
                 watch.cancel()
-        except* ShardlineError as failures:
+        except* (HttpFailure, ShardlineError) as failures:
             raise failures.exceptions[0] from None
         return ack
 
@@ -147,9 +148,11 @@ class Outbox:
         if not slot.closed:
             self._owner.push_failed(slot, error)
 
-    def _as_seam_failure(self, error: ShardlineError, peer: TicketPeer) -> ShardlineError:
-        details = {"from": self._node_id, "to": peer.node, **error.details}
-        return ShardlineError("seam_lost", f"{peer.node} did not take a step: {error.message}", **details)
+    def _as_seam_failure(self, error: Exception, peer: TicketPeer) -> ShardlineError:
+        details = {"from": self._node_id, "to": peer.node}
+        if isinstance(error, TimedOut):
+            details["limit"] = error.limit
+        return ShardlineError("seam_lost", f"{peer.node} did not take a step: {error}", **details)
 
     def _as_reject(self, reject: Reject, peer: TicketPeer) -> ShardlineError:
         code = reject.code if reject.code in ("numerical_error", "seam_gap", "rollback_unsupported") else "seam_invalid"

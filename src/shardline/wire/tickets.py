@@ -1,4 +1,4 @@
-"""Signed statements: `base64url(json) "." base64url(Ed25519 signature)`, one form for tickets, registrations, heartbeats.
+"""Signed statements: `base64url(json) "." base64url(Ed25519 signature)`, for tickets, registrations and heartbeats.
 
 The signature covers a domain word and the JSON bytes as they were sent, so that nothing signed for one use passes
 for another, and nothing is re-serialised before it is verified. Ed25519: RFC 8032. Pure: no clock, no I/O.
@@ -36,6 +36,8 @@ def _b64(raw: bytes) -> str:
 
 
 def _unb64(text: str) -> bytes:
+    if "=" in text:
+        raise ValueError("padding is not part of a statement")
     return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
 
 

@@ -1,0 +1,349 @@
+"""From one generation request to its Route Session: admission, routing, opening, tokens, the end.
+
+Owns the running generations of a Gateway and their tasks, and the order of phases. Tells the Tracker each outcome.
+Refuses to know HTTP and text. Shown by tests/gateway/test_generate.py and tests/cluster/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import structlog
+
+from shardline.errors import ShardlineError
+from shardline.gateway.admission import Admission
+from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
+from shardline.gateway.liveness import Liveness
+from shardline.gateway.session import RouteSession
+from shardline.settings import Settings
+from shardline.telemetry.records import Record, Records
+from shardline.transport.carrier import Carrier
+from shardline.transport.http_client import HttpClient
+from shardline.transport.tracker_client import TrackerClient
+from shardline.wire.messages import ModelInfo, RouteRequest
+from shardline.wire.telemetry import TelemetryEvent
+
+log = structlog.get_logger(__name__)
+_MODELS_FRESH_S = 1.0
+
+
+class RunningGeneration:
+    """One choice of one request. Implements `Generation`."""
+
+    def __init__(self, owner: RouteGenerations, request: GenerationRequest, record: Record) -> None:
+        self.id = record.id
+        self._owner = owner
+        self._request = request
+        self._record = record
+        self._events: deque[GenerationEvent] = deque()
+        self._telemetry_due = False
+        self._wake = asyncio.Event()
+        self._opened = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._end_as: str | None = None
+        self._ended = asyncio.Event()
+        self._failure: ShardlineError | None = None
+        self._session: RouteSession | None = None
+        record.cancel = self._end_cancelled
+
+    # ---- for the API -----------------------------------------------------------------------------------------
+
+    async def wait_open(self) -> None:
+        await self._opened.wait()
+        if self._failure is not None and self._session is None:
+            raise self._failure
+
+    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
+        """Tokens and telemetry as they come, then one `FinishedEvent`; raises the failure behind the last token."""
+        while True:
+            while self._events:
+                event = self._events.popleft()
+                yield event
+                if isinstance(event, FinishedEvent):
+                    return
+            if self._telemetry_due:
+                self._telemetry_due = False
+                yield self.telemetry()
+                continue
+            if self._failure is not None:
+                raise self._failure
+            if self._ended.is_set():
+                return
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def cancel(self, reason: str) -> None:
+        self._end_cancelled(reason)
+        await self._ended.wait()
+
+    async def stop(self) -> None:
+        """The text is complete: what was computed beyond it is dropped."""
+        self._end("completed")
+        await self._ended.wait()
+
+    def telemetry(self) -> TelemetryEvent:
+        return self._record.snapshot()
+
+    def timings(self) -> dict[str, float | None]:
+        return self._record.timings()
+
+    # ---- the run ---------------------------------------------------------------------------------------------
+
+    def _end_cancelled(self, reason: str) -> None:
+        self._end("cancelled")
+
+    def shut_down(self) -> None:
+        """The Gateway stops: the client gets an error, not an answer that looks whole."""
+        self._end("failed")
+
+    def _end(self, how: str) -> None:
+        if self._end_as is None and not self._ended.is_set():
+            self._end_as = how
+            self._ending.set()
+
+    def _emit(self, event: GenerationEvent) -> None:
+        self._events.append(event)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """From queued to ended; never raises. All tasks of the session live and die in here."""
+        error: ShardlineError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                telemetry = tasks.create_task(self._forward_telemetry())
+                work = tasks.create_task(self._generate(tasks))
+                ending = tasks.create_task(self._ending.wait())
+                await asyncio.wait({work, ending}, return_when=asyncio.FIRST_COMPLETED)
+                for task in (work, ending):
+                    task.cancel()
+                await asyncio.wait({work, ending})
+                if self._session is not None:
+                    await self._session.close()
+                telemetry.cancel()
+        except* ShardlineError as group:
+            error = _first(group)
+        except* Exception as group:
+            # The boundary of one generation: a fault of ours ends this session, not the Gateway.
+            log.exception("generation_failed", exc_info=group, session=self.id)
+            error = ShardlineError("internal", "the Gateway failed at this generation", session=self.id)
+        finally:
+            self._conclude(error)
+
+    def _conclude(self, error: ShardlineError | None) -> None:
+        status = self._end_as or "completed"
+        if status == "failed":
+            error = ShardlineError("draining", "the Gateway was stopped by its operator", limit="drain")
+        if error is not None and self._end_as in (None, "failed"):
+            self._failure = error
+            self._record.fail(error)
+            status = "failed"
+        elif status == "cancelled":
+            self._failure = ShardlineError("cancelled", "the request was cancelled", session=self.id)
+            self._record.enter("cancelled")
+        else:
+            self._record.enter("completed")
+        session = self._session
+        if session is not None:
+            self._owner.report(session, status)
+        self._opened.set()
+        self._ended.set()
+        self._wake.set()
+        self._owner.ended(self._request.model)
+
+    async def _generate(self, tasks: asyncio.TaskGroup) -> None:
+        admission = self._owner.admission(self._request.model)
+        session = await admission.admit(lambda: self._open(tasks), self._record.queued_at)
+        self._record.enter("prefill")
+        self._opened.set()
+        prefill = tasks.create_task(session.prefill())
+        try:
+            async with asyncio.timeout(self._owner.settings.session_s):
+                while tokens := await session.next_tokens():
+                    for _ in tokens:
+                        self._record.token()
+                    self._emit(TokensEvent(tokens=tokens))
+        except TimeoutError:
+            raise ShardlineError("deadline", "the session took too long", limit="session") from None
+        finally:
+            prefill.cancel()
+        finished = session.finished
+        if finished is not None:
+            self._emit(FinishedEvent(reason=finished.reason, generated=finished.generated))
+
+    async def _open(self, tasks: asyncio.TaskGroup) -> RouteSession:
+        """One try: route, tickets, all Nodes. What it opened is closed again before a refusal leaves it."""
+        owner, request = self._owner, self._request
+        self._record.enter("routing")
+        answer = await owner.tracker.routes(
+            RouteRequest(
+                model=request.model,
+                kv_tokens=len(request.prompt) + request.max_tokens,
+                gateway=owner.gateway_id,
+                avoid_nodes=owner.avoided_nodes(),
+                avoid_links=owner.avoided_links(),
+            )
+        )
+        self._record.routed(answer.route)
+        self._record.enter("opening")
+        session = RouteSession(
+            answer=answer,
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            client=owner.client,
+            carrier=owner.carrier,
+            liveness=owner.liveness,
+            record=self._record,
+            settings=owner.settings,
+            tasks=tasks,
+        )
+        try:
+            await session.open()
+        except ShardlineError as error:
+            owner.report_open_failure(session, error)
+            self._record.enter("queued")
+            raise
+        self._session = session
+        return session
+
+    async def _forward_telemetry(self) -> None:
+        """One telemetry event is due at most: a reader that is behind gets the newest."""
+        while True:
+            self._telemetry_due = True
+            self._wake.set()
+            await self._record.changed()
+
+
+def _first(group: BaseExceptionGroup[ShardlineError]) -> ShardlineError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if not isinstance(error, ShardlineError):
+        raise TypeError("a group of ShardlineError has another member")
+    return error
+
+
+class RouteGenerations:
+    """All generations of one Gateway. Implements `Generations`; `run()` owns the tasks."""
+
+    def __init__(
+        self,
+        *,
+        tracker: TrackerClient,
+        client: HttpClient,
+        carrier: Carrier,
+        records: Records,
+        settings: Settings,
+    ) -> None:
+        self.gateway_id = "g-" + secrets.token_hex(8)
+        self.tracker = tracker
+        self.client = client
+        self.carrier = carrier
+        self.records = records
+        self.settings = settings
+        self.liveness = Liveness(gateway_id=self.gateway_id, client=client, settings=settings)
+        self.running = 0
+        self._admissions: dict[str, Admission] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._avoid_nodes: dict[str, float] = {}
+        self._avoid_links: dict[tuple[str, str], float] = {}
+        self._models: tuple[float, list[ModelInfo]] | None = None
+        self._models_lock = asyncio.Lock()
+        self._live: set[RunningGeneration] = set()
+        self._draining = False
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            await self.liveness.run()
+
+    def start(self, request: GenerationRequest) -> RunningGeneration:
+        """Begin at once; the first telemetry event is there before any Node is asked."""
+        if self._tasks is None:
+            raise RuntimeError("the generations do not run")
+        record = self.records.new(key_id=request.key_id, model=request.model, prompt_tokens=len(request.prompt))
+        generation = RunningGeneration(self, request, record)
+        if self._draining:
+            generation.shut_down()
+        self._live.add(generation)
+        task = self._tasks.create_task(generation.run())
+        task.add_done_callback(lambda _: self._live.discard(generation))
+        return generation
+
+    async def drain(self) -> None:
+        """Take nothing new; give the running ones `drain_s`, then cancel them."""
+        self._draining = True
+        deadline = time.monotonic() + self.settings.drain_s
+        while self._live and time.monotonic() < deadline:  # noqa: ASYNC110 - many may end, one wait serves all
+            await asyncio.sleep(0.05)
+        for generation in list(self._live):
+            generation.shut_down()
+        while self._live and time.monotonic() < deadline + 2.0:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+    async def models(self) -> list[ModelInfo]:
+        """What the Tracker's routing sees, at most a second old; one question at a time."""
+        async with self._models_lock:
+            now = time.monotonic()
+            if self._models is None or now - self._models[0] > _MODELS_FRESH_S:
+                self._models = (now, (await self.tracker.models()).models)
+            return self._models[1]
+
+    def admission(self, model: str) -> Admission:
+        if model not in self._admissions:
+            idle = [m for m, a in self._admissions.items() if not a.waiting]
+            if len(self._admissions) > 256:
+                for name in idle:
+                    del self._admissions[name]
+            self._admissions[model] = Admission(self.settings)
+        return self._admissions[model]
+
+    def ended(self, model: str) -> None:
+        if model in self._admissions:
+            self._admissions[model].freed()
+
+    # ---- what failed is avoided at once, before the Tracker has heard of it ----------------------------------
+
+    def avoided_nodes(self) -> list[str]:
+        return self._fresh(self._avoid_nodes)
+
+    def avoided_links(self) -> list[tuple[str, str]]:
+        return self._fresh(self._avoid_links)
+
+    def _fresh(self, avoid: dict[Any, float]) -> list[Any]:
+        now = time.monotonic()
+        for name in [name for name, until in avoid.items() if until < now]:
+            del avoid[name]
+        return list(avoid)
+
+    def report(self, session: RouteSession, status: str) -> None:
+        """Tell the Tracker how it ended; avoid what failed until the Tracker knows."""
+        outcome = session.outcome(status)
+        until = time.monotonic() + self.settings.control_s
+        if outcome.node is not None:
+            self._avoid_nodes[outcome.node] = until
+        if outcome.link is not None:
+            self._avoid_links[outcome.link] = until
+        if self._tasks is not None:
+            self._tasks.create_task(self._tell(session, status))
+
+    def report_open_failure(self, session: RouteSession, error: ShardlineError) -> None:
+        if error.code in ("node_lost", "engine_lost", "deadline"):
+            self.report(session, "failed")
+
+    async def _tell(self, session: RouteSession, status: str) -> None:
+        with contextlib.suppress(ShardlineError):
+            await self.tracker.outcome(session.route.id, session.outcome(status))
+            outcome = session.outcome(status)
+            # The Tracker knows now, and also when the Node is back: it decides from here on.
+            if outcome.node is not None:
+                self._avoid_nodes.pop(outcome.node, None)
+            if outcome.link is not None:
+                self._avoid_links.pop(outcome.link, None)
+

@@ -1,0 +1,367 @@
+"""One Route Session, seen from the Gateway: open on every Node, prefill, listen, close on every Node.
+
+Owns the session key, the open streams, and the verdict on what went wrong. A failure is final: nothing is repaired or
+repeated here. Text, admission and HTTP answers are others'. Shown by tests/gateway/test_session.py and the fault
+table in tests/cluster/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shardline.errors import ShardlineError, from_body
+from shardline.gateway.liveness import Liveness
+from shardline.settings import Settings
+from shardline.telemetry.records import Record
+from shardline.transport.carrier import Carrier
+from shardline.transport.failures import HttpFailure
+from shardline.transport.http_client import HttpClient
+from shardline.wire.messages import (
+    Beat,
+    Closed,
+    Failed,
+    Finished,
+    Hop,
+    Opened,
+    OpenSession,
+    Outcome,
+    Progress,
+    Route,
+    RouteAnswer,
+    Sampling,
+    StreamEvent,
+    Ticket,
+    Token,
+)
+from shardline.wire.steps import FLAG_LAST_CHUNK, FLAG_OUTPUT, LANE_PREFILL, TOKENS_ONLY, Entry, Step, encode
+from shardline.wire.tickets import peek
+
+_events = msgspec.json.Decoder(StreamEvent)  # type: ignore[var-annotated,arg-type]
+_CLOSE_S = 1.0
+"""How long a Node may take to say `closed` before its connection is cut, which means the same."""
+_BREAK_GRACE_S = 0.3
+"""How long a failed push waits for the news that its target is gone altogether."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """The open stream of one hop."""
+
+    hop: Hop
+    heard: float
+    opened: bool = False
+    ended: bool = False
+    """No more lines will come: closed, failed or broken."""
+    closed: bool = False
+    """The Node said `closed`: its KV is free."""
+    task: asyncio.Task[None] | None = None
+
+
+class RouteSession:
+    """One session on one route. `tasks` is the group in which its tasks live."""
+
+    def __init__(
+        self,
+        *,
+        answer: RouteAnswer,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        client: HttpClient,
+        carrier: Carrier,
+        liveness: Liveness,
+        record: Record,
+        settings: Settings,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.route: Route = answer.route
+        self.failure: ShardlineError | None = None
+        self.finished: Finished | None = None
+        self._tickets = answer.tickets
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._sampling = sampling
+        self._client = client
+        self._carrier = carrier
+        self._liveness = liveness
+        self._record = record
+        self._settings = settings
+        self._tasks = tasks
+        self._key = secrets.token_bytes(16)
+        self._urls = [hop.url for hop in self.route.hops]
+        now = time.monotonic()
+        self._lines = [_Line(hop, now) for hop in self.route.hops]
+        self._tokens: deque[Token] = deque()
+        self._changed = asyncio.Event()
+        self._pending_verdict = False
+        self._closing = False
+
+    # ---- opening ---------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open on all Nodes, in parallel. All or nothing: a refusal closes the others and is raised."""
+        for line, ticket in zip(self._lines, self._tickets, strict=True):
+            line.task = self._tasks.create_task(self._hold(line, ticket))
+        try:
+            async with asyncio.timeout(self._settings.open_s):
+                while self.failure is None and not all(line.opened for line in self._lines):
+                    await self._next_change()
+        except TimeoutError:
+            late = next(line for line in self._lines if not line.opened)
+            self._fail(self._lost(late, "did not open the session in time", limit="open"))
+        except BaseException:
+            await self.close()
+            raise
+        if self.failure is not None:
+            await self.close()
+            raise self.failure
+        now = time.monotonic()
+        for line in self._lines:
+            line.heard = now
+        self._liveness.watch(self, self._urls)
+
+    async def _hold(self, line: _Line, ticket: str) -> None:
+        """Keep the stream of one hop open; its lines arrive in `_heard`, straight from the socket."""
+        terms = peek(ticket, Ticket)
+        request = OpenSession(
+            ticket=ticket,
+            key=self._key.hex(),
+            prompt_tokens=len(self._prompt),
+            max_tokens=self._max_tokens,
+            sampling=self._sampling,
+            layout_in=terms.layout_in,
+            layout_out=terms.layout_out,
+        )
+        try:
+            async with self._client.stream(
+                "POST",
+                f"{line.hop.url}/v1/sessions",
+                body=msgspec.json.encode(request),
+                content_type="application/json",
+                timeout_s=self._settings.open_s,
+                limit="open",
+                on_line=lambda raw: self._heard(line, raw),
+            ) as stream:
+                if stream.status != 200:
+                    refusal = await stream.error()
+                    refusal.details.setdefault("node", line.hop.node)
+                    self._fail(refusal)
+                    return
+                failure = await stream.ended()
+            if not line.ended:
+                self._fail(self._lost(line, f"ended the session's stream ({failure or 'without a word'})"))
+        except HttpFailure as failure:
+            self._fail(self._lost(line, f"is not reached ({failure.why})"))
+        finally:
+            line.ended = True
+            self._changed.set()
+
+    def _lost(self, line: _Line, why: str, **details: Any) -> ShardlineError:
+        hop = line.hop
+        return ShardlineError("node_lost", f"Node {hop.node} ({hop.first}:{hop.last}) {why}", node=hop.node, **details)
+
+    # ---- listening -------------------------------------------------------------------------------------------
+
+    def _heard(self, line: _Line, raw: bytes) -> None:
+        line.heard = time.monotonic()
+        try:
+            event = _events.decode(raw)
+        except (msgspec.MsgspecError, RecursionError):
+            error = ShardlineError("node_lost", f"Node {line.hop.node} sent what is no event", node=line.hop.node)
+            self._fail(error)
+            return
+        self._take(line, event)
+        self._changed.set()
+
+    def _take(self, line: _Line, event: StreamEvent) -> None:
+        index = line.hop.index
+        is_tail = index == len(self._lines) - 1
+        if isinstance(event, Token):
+            if is_tail and self.failure is None and not self._closing:
+                self._check_token(line, event)
+        elif isinstance(event, Beat):
+            self._record.hop_times(index, event.times)
+            self._record.hop_health(index, "ok")
+            self._record.seam(index, event.prefill, event.decode)
+            if is_tail:
+                self._record.prefilled(event.position)
+        elif isinstance(event, Progress):
+            self._record.hop_times(index, event.times)
+            self._record.prefilled(event.position)
+        elif isinstance(event, Opened):
+            line.opened = True
+        elif isinstance(event, Finished):
+            if is_tail and self.failure is None:
+                self.finished = event
+        elif isinstance(event, Failed):
+            line.ended = True
+            self._node_failed(line, event)
+        elif isinstance(event, Closed):
+            line.closed = line.ended = True
+            self._record.seam(index, event.prefill, event.decode)
+            if not self._closing and self.failure is None and not self._pending_verdict:
+                self._fail(self._lost(line, "closed the session by itself"))
+
+    def _check_token(self, line: _Line, token: Token) -> None:
+        if not 0 <= token.id < self.route.vocab_size:
+            message = f"Node {line.hop.node} sent token id {token.id}, the vocabulary has {self.route.vocab_size}"
+            self._fail(ShardlineError("seam_invalid", message, node=line.hop.node))
+            return
+        self._record.hop_times(line.hop.index, token.times)
+        self._tokens.append(token)
+
+    def _node_failed(self, line: _Line, event: Failed) -> None:
+        error = from_body(event.error, fallback="engine_error")
+        error.details.setdefault("node", line.hop.node)
+        if error.code != "seam_lost":
+            self._fail(error)
+            return
+        target = next((x for x in self._lines if x.hop.node == error.details.get("to")), None)
+        if self.failure is None and not self._pending_verdict:
+            self._pending_verdict = True
+            self._tasks.create_task(self._arbitrate(error, target))
+
+    async def _arbitrate(self, error: ShardlineError, target: _Line | None) -> None:
+        """A push failed. If its target is dead or silent too, that is the news; else the link between them is."""
+        deadline = time.monotonic() + _BREAK_GRACE_S
+        while target is not None and self.failure is None and not self._closing:
+            now = time.monotonic()
+            if target.ended:
+                self._fail(self._lost(target, "is gone"))
+                return
+            silent = now - target.heard > 2 * self._settings.beat_interval_s
+            if not silent and now >= deadline:
+                break
+            await asyncio.sleep(0.05)  # `judge` ends this when the target stays silent
+        self._fail(error)
+
+    def judge(self, now: float) -> None:
+        """Called by the watch: a Node that has not been heard for too long is lost."""
+        if self._closing or self.failure is not None:
+            return
+        for line in self._lines:
+            silent_s = now - line.heard
+            if silent_s > self._settings.beat_timeout_s:
+                self._record.hop_health(line.hop.index, "lost")
+                self._fail(self._lost(line, f"has been silent for {silent_s:.1f} s", limit="heartbeat"))
+                return
+            if silent_s > 2.5 * self._settings.beat_interval_s:
+                self._record.hop_health(line.hop.index, "silent")
+
+    def _fail(self, error: ShardlineError) -> None:
+        """The first verdict stands."""
+        if self.failure is not None or self._closing:
+            return
+        error.details.setdefault("phase", self._record.phase)
+        lost = next((x for x in self._lines if x.hop.node == error.details.get("node")), None)
+        if lost is not None:
+            error.details["layers"] = [lost.hop.first, lost.hop.last]
+            if error.code == "node_lost":
+                self._record.hop_health(lost.hop.index, "lost")
+        error.details.setdefault("position", self._record.prefill_done + self._record.tokens)
+        self.failure = error
+        self._changed.set()
+
+    async def _next_change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+
+    # ---- prefill and tokens ----------------------------------------------------------------------------------
+
+    async def prefill(self) -> None:
+        """Push the prompt in chunks to the head; each ack may be withheld until there is room."""
+        head = self.route.hops[0]
+        chunk = self.route.prefill_chunk
+        total = len(self._prompt)
+        for seq, start in enumerate(range(0, total, chunk)):
+            if self.failure is not None or self._closing:
+                return
+            tokens = self._prompt[start : start + chunk]
+            last = start + len(tokens) == total
+            flags = FLAG_LAST_CHUNK | FLAG_OUTPUT if last else 0
+            entry = Entry(self._key, seq, start, len(tokens), 0, LANE_PREFILL, flags)
+            raw = b"".join(t.to_bytes(4, "little") for t in tokens)
+            body = encode([Step(entry, raw, ())], TOKENS_ONLY)
+            try:
+                ack = await self._carrier.push(
+                    head.url, body, timeout_s=self._settings.prefill_chunk_s, limit="prefill_chunk"
+                )
+            except (HttpFailure, ShardlineError) as error:
+                details = {"from": "gateway", "to": head.node}
+                self._start(self._arbitrate(ShardlineError("seam_lost", str(error), **details), self._lines[0]))
+                return
+            for reject in ack.rejected:
+                if reject.code not in ("duplicate", "session_gone"):
+                    self._fail(ShardlineError("seam_invalid", reject.message, node=head.node, reject=reject.code))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._pending_verdict = True
+        self._tasks.create_task(work)
+
+    async def next_tokens(self) -> list[Token]:
+        """Tokens that came since the last call, at least one; empty when the tail has finished. Raises the failure,
+        but only after every token that came before it was given out."""
+        while True:
+            if self._tokens:
+                tokens = list(self._tokens)
+                self._tokens.clear()
+                return tokens
+            if self.finished is not None:
+                return []
+            if self.failure is not None:
+                raise self.failure
+            await self._next_change()
+
+    # ---- closing ---------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Close on every Node, whatever their state; returns when all have freed or a limit has passed. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._changed.set()
+        self._liveness.unwatch(self, self._urls)
+        async with asyncio.TaskGroup() as group:
+            for line in self._lines:
+                if line.task is not None and not line.task.done():
+                    group.create_task(self._close_line(line))
+
+    async def _close_line(self, line: _Line) -> None:
+        """Ask the Node to close, wait for `closed` on the stream; a stream that does not end is cut."""
+        if line.task is None:
+            return
+        try:
+            if line.opened and not line.ended:
+                url = f"{line.hop.url}/v1/sessions/{self._key.hex()}"
+                with contextlib.suppress(HttpFailure):  # a Node that is gone has freed by that
+                    await self._client.request("DELETE", url, timeout_s=_CLOSE_S, limit="close")
+                await asyncio.wait({line.task}, timeout=_CLOSE_S)
+        finally:
+            line.task.cancel()
+
+    def outcome(self, status: str) -> Outcome:
+        """What the Tracker should hear of this session."""
+        error = self.failure
+        if error is None:
+            return Outcome(status="cancelled" if status == "cancelled" else "completed", tokens=self._record.tokens)
+        link = None
+        if error.code == "seam_lost" and "from" in error.details and error.details["from"] != "gateway":
+            link = (str(error.details["from"]), str(error.details["to"]))
+        node = error.details.get("node") if error.code in ("node_lost", "engine_lost", "numerical_error") else None
+        return Outcome(
+            status="failed",
+            code=error.code,
+            node=node if isinstance(node, str) else None,
+            link=link,
+            phase=str(error.details.get("phase")),
+            tokens=self._record.tokens,
+        )

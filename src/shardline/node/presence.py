@@ -1,0 +1,177 @@
+"""How the Tracker knows this Node: registration, heartbeats, probes of peers, the goodbye.
+
+Owns the Node's view of the Tracker (its ticket key, its epoch). Sessions do not depend on it: while the Tracker is
+away, steps flow on. Shown by tests/node/test_presence.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+
+import structlog
+
+from shardline.errors import ShardlineError
+from shardline.node.info import Identity
+from shardline.settings import Settings
+from shardline.transport.failures import HttpFailure
+from shardline.transport.http_client import HttpClient
+from shardline.transport.tracker_client import TrackerClient
+from shardline.wire.messages import (
+    Heartbeat,
+    NodeInfo,
+    NodeProof,
+    Nonce,
+    Peer,
+    PeerProbe,
+    RegisterAnswer,
+    Registration,
+    Signed,
+)
+from shardline.wire.tickets import SignatureRefused, peek, public_bytes, sign
+
+log = structlog.get_logger(__name__)
+_FINAL = frozenset({"registration_refused", "protocol_mismatch", "identity_in_use", "unauthorized", "forbidden"})
+"""Refusals that trying again does not cure."""
+_PROBE_S = 1.0
+_RETRY_S = 0.5
+
+
+class Presence:
+    """`run()` keeps the Node known until it is cancelled; raises a refusal of the Tracker that is final."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        tracker: TrackerClient,
+        client: HttpClient,
+        info: Callable[[], NodeInfo],
+        settings: Settings,
+    ) -> None:
+        self._identity = identity
+        self._tracker = tracker
+        self._client = client
+        self._info = info
+        self._settings = settings
+        self._answer: RegisterAnswer | None = None
+        self._count = 0
+        self._peers: list[Peer] = []
+        self._probes: list[PeerProbe] = []
+        self._changed = asyncio.Event()
+        self.registered = asyncio.Event()
+
+    @property
+    def ticket_key(self) -> bytes | None:
+        """The Tracker's ticket key (32 bytes), once it is known."""
+        return None if self._answer is None else bytes.fromhex(self._answer.ticket_key)
+
+    def changed(self) -> None:
+        """Something that routes depend on has changed: tell the Tracker now."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._register()
+                await self._beat_until_forgotten()
+            except ShardlineError as error:
+                if error.code in _FINAL and self._answer is None:
+                    raise
+                log.warning("tracker_refused", code=error.code, reason=error.message)
+            except HttpFailure as failure:
+                log.warning("tracker_unreachable", reason=str(failure))
+            await asyncio.sleep(_RETRY_S)
+
+    async def _register(self) -> None:
+        nonce = await self._tracker.nonce()
+        registration = Registration(
+            public_key=public_bytes(self._identity.key).hex(),
+            nonce=nonce.nonce,
+            time=time.time(),
+            info=self._info(),
+        )
+        statement = sign(self._identity.key, "register", registration)
+        self._answer = await self._tracker.register(Signed(statement=statement))
+        self._count = 0
+        self.registered.set()
+        log.info("node_registered", waiting=self._answer.waiting)
+
+    async def _beat_until_forgotten(self) -> None:
+        """Heartbeats until the Tracker says that it does not know us; one that is not answered is not the end."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.tracker_heartbeat_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            try:
+                await self._beat()
+            except HttpFailure as failure:
+                log.warning("tracker_unreachable", reason=str(failure))
+            except ShardlineError as error:
+                if error.code != "tracker_unreachable":
+                    raise
+                log.warning("tracker_unreachable", reason=error.message)
+            await self._probe_peers()
+
+    async def _beat(self, *, leaving: bool = False) -> None:
+        if self._answer is None:
+            return
+        self._count += 1
+        beat = Heartbeat(
+            node=self._identity.node_id,
+            epoch=self._answer.epoch,
+            count=self._count,
+            info=self._info(),
+            peers=self._probes,
+            leaving=leaving,
+        )
+        statement = sign(self._identity.key, "heartbeat", beat)
+        answer = await self._tracker.heartbeat(self._identity.node_id, Signed(statement=statement))
+        self._peers = answer.peers[:8]
+
+    async def leaving(self) -> None:
+        """Tell the Tracker that no new session may come; it may be away."""
+        try:
+            await self._beat(leaving=True)
+        except (HttpFailure, ShardlineError) as error:
+            log.warning("tracker_unreachable", reason=str(error))
+
+    async def _probe_peers(self) -> None:
+        probes: list[PeerProbe] = []
+        for peer in self._peers:
+            probes.append(await self._probe(peer))
+        self._probes = probes
+
+    async def _probe(self, peer: Peer) -> PeerProbe:
+        """Time one small request to a Node that the Tracker named; it must prove that it is that Node."""
+        nonce = secrets.token_hex(16)
+        started = time.perf_counter()
+        try:
+            proof = await self._client.json(
+                "GET",
+                f"{peer.url}/v1/node?nonce={nonce}",
+                NodeProof,
+                timeout_s=_PROBE_S,
+                limit="probe",
+                max_body=64 << 10,
+                authorize=False,
+            )
+            rtt_ms = (time.perf_counter() - started) * 1e3
+            ok = _is_from(proof, peer, nonce)
+        except (HttpFailure, ShardlineError):
+            return PeerProbe(peer=peer.node, rtt_ms=None, ok=False)
+        return PeerProbe(peer=peer.node, rtt_ms=round(rtt_ms, 3) if ok else None, ok=ok)
+
+
+def _is_from(proof: NodeProof, peer: Peer, nonce: str) -> bool:
+    """The nonce came back signed. (Which key belongs to the id, the Tracker has checked; here the id must agree.)"""
+    try:
+        said = peek(proof.proof, Nonce)
+    except SignatureRefused:
+        return False
+    return proof.id == peer.node and said.nonce == nonce

@@ -8,6 +8,7 @@ Shown by tests/cli/test_options.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -97,4 +98,6 @@ class NodeOptions:
     """Expected digest of the Model Artifact; another one is refused."""
     dtype: str | None = None
     context_length: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of this process; the engine's worker gets the few of them that engines need."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)

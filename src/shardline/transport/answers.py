@@ -5,7 +5,8 @@ Owns the reading of JSON answers and error objects. Pure. Shown by tests/transpo
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from types import NoneType
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -43,12 +44,18 @@ def error_of(peer: str, status: int, headers: dict[str, str], body: bytes) -> Sh
 
 
 def decode(peer: str, response: Response, kind: type[T]) -> T:
-    """The answer as `kind`. Raises the ShardlineError that it carries, or `NotOurPeer`."""
+    """The answer as `kind`, which may be NoneType where nothing is told. Raises the error it carries, or `NotOurPeer`."""
     if response.status >= 400:
         raise error_of(peer, *response)
+    if response.status >= 300:
+        raise NotOurPeer(peer, f"it answered {response.status}, and nothing of ours moves")
+    if kind is NoneType and response.status == 204:
+        return cast(T, None)
     if not is_json(response.headers):
         found = response.headers.get("content-type", "no content type")[:80]
         raise NotOurPeer(peer, f"it answered {response.status} with {found} where JSON was due")
+    if kind is NoneType:
+        return cast(T, None)
     try:
         return msgspec.json.decode(response.body, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:

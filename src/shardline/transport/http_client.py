@@ -180,7 +180,7 @@ class HttpClient:
         authorize: bool = True,
         address: tuple[str, int] | None = None,
     ) -> T:
-        """Send a control message, and return the answer as `kind`.
+        """Send a control message, and return the answer as `kind` (NoneType: only whether it succeeded).
 
         Raises the ShardlineError of an answer with status >= 400, and `NotOurPeer` for an answer that is not ours.
         """

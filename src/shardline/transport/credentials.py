@@ -1,0 +1,113 @@
+"""Secrets on disk: the cluster credential and a Node's identity key.
+
+Owns their files: made once, atomically, readable by their owner alone. It does not decide where they lie (the caller
+does) and never writes a secret anywhere else. Shown by tests/transport/test_credentials.py.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+
+from shardline.errors import ShardlineError
+
+CREDENTIAL_BYTES = 32
+SECRET_FILE_BYTES = 16 << 10
+"""A secret file is small; a larger one is something else."""
+
+
+def made_credential(path: Path) -> str:
+    """The cluster credential in `path`: 32 random bytes, URL-safe base64; whoever comes first makes it.
+
+    Raises `setting_invalid` for a file that others may read, or that holds no credential.
+    """
+    raw = _read_or_make(path, lambda: secrets.token_urlsafe(CREDENTIAL_BYTES).encode() + b"\n")
+    return checked_credential(raw.decode("ascii", "replace").strip(), str(path))
+
+
+def existing_credential(path: Path) -> str:
+    """The cluster credential in `path`, which must be there. Raises `setting_invalid`."""
+    try:
+        raw = _read(path)
+    except FileNotFoundError:
+        raise _refused(path, "there is no such file: give the credential of the cluster") from None
+    return checked_credential(raw.decode("ascii", "replace").strip(), str(path))
+
+
+def checked_credential(text: str, source: str) -> str:
+    """`text`, if it can be a credential: 16 to 512 visible ASCII characters. `source` names it in the error."""
+    if not 16 <= len(text) <= 512 or not all("!" <= c <= "~" for c in text):
+        raise ShardlineError("setting_invalid", f"{source}: a credential has 16 to 512 visible ASCII characters")
+    return text
+
+
+def identity_key(path: Path | None) -> Ed25519PrivateKey:
+    """The Ed25519 key in the PEM file `path`, made if there is none; None: a key for this run only.
+
+    Raises `setting_invalid` for a file that others may read, or that holds no such key.
+    """
+    if path is None:
+        return Ed25519PrivateKey.generate()
+    try:
+        key = load_pem_private_key(_read_or_make(path, _new_key), password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise _refused(path, "it holds no private key in PEM") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise _refused(path, "it holds a key of another kind, not Ed25519")
+    return key
+
+
+def _new_key() -> bytes:
+    return Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _read_or_make(path: Path, content: Callable[[], bytes]) -> bytes:
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        pass
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The file appears under its name whole or not at all, and never over another's: of two processes that start
+        # at the same moment, one wins, and both read what it wrote.
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content())
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(name, path)
+        except FileExistsError:
+            pass
+        finally:
+            os.unlink(name)
+    except OSError as error:
+        raise _refused(path, f"it cannot be made ({error.strerror})") from None
+    return _read(path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _refused(path, "it is not a file")
+            if status.st_mode & 0o077:
+                raise _refused(path, "others may read it: chmod 600 it, and make a new one if somebody has")
+            return file.read(SECRET_FILE_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _refused(path, f"it cannot be read ({error.strerror})") from None
+
+
+def _refused(path: Path, why: str) -> ShardlineError:
+    return ShardlineError("setting_invalid", f"secret file {path}: {why}")

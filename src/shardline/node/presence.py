@@ -61,7 +61,12 @@ class Presence:
         self._peers: list[Peer] = []
         self._probes: list[PeerProbe] = []
         self._changed = asyncio.Event()
+        self._beating = asyncio.Lock()
         self.registered = asyncio.Event()
+
+    @property
+    def node_id(self) -> str:
+        return self._identity.node_id
 
     @property
     def ticket_key(self) -> bytes | None:
@@ -81,8 +86,6 @@ class Presence:
                 if error.code in _FINAL and self._answer is None:
                     raise
                 log.warning("tracker_refused", code=error.code, reason=error.message)
-            except HttpFailure as failure:
-                log.warning("tracker_unreachable", reason=str(failure))
             await asyncio.sleep(_RETRY_S)
 
     async def _register(self) -> None:
@@ -110,8 +113,6 @@ class Presence:
             self._changed.clear()
             try:
                 await self._beat()
-            except HttpFailure as failure:
-                log.warning("tracker_unreachable", reason=str(failure))
             except ShardlineError as error:
                 if error.code != "tracker_unreachable":
                     raise
@@ -119,6 +120,11 @@ class Presence:
             await self._probe_peers()
 
     async def _beat(self, *, leaving: bool = False) -> None:
+        """One heartbeat. One at a time: their counts must arrive in order."""
+        async with self._beating:
+            await self._send_beat(leaving=leaving)
+
+    async def _send_beat(self, *, leaving: bool) -> None:
         if self._answer is None:
             return
         self._count += 1
@@ -134,11 +140,18 @@ class Presence:
         answer = await self._tracker.heartbeat(self._identity.node_id, Signed(statement=statement))
         self._peers = answer.peers[:8]
 
+    async def tell_now(self) -> None:
+        """One heartbeat at once, so that what is true here is true at the Tracker when this returns."""
+        try:
+            await self._beat()
+        except ShardlineError as error:
+            log.warning("tracker_unreachable", reason=str(error))
+
     async def leaving(self) -> None:
         """Tell the Tracker that no new session may come; it may be away."""
         try:
             await self._beat(leaving=True)
-        except (HttpFailure, ShardlineError) as error:
+        except ShardlineError as error:
             log.warning("tracker_unreachable", reason=str(error))
 
     async def _probe_peers(self) -> None:

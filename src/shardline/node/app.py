@@ -1,0 +1,216 @@
+"""The HTTP face of a Node: reads requests, asks the host, writes answers. Decides nothing.
+
+`/v1/steps` is the hot path and a raw ASGI callable; the rest is dispatched by a small table. Error bodies, request
+ids and the credential are the transport room's (ErrorBoundary, ControlGate). Shown by tests/node/test_node_app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable
+from urllib.parse import parse_qs
+
+import msgspec
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shardline.errors import ShardlineError
+from shardline.node.host import ShardHost
+from shardline.node.info import Identity
+from shardline.node.stream import SessionStream
+from shardline.node.tickets import TicketGate
+from shardline.settings import Settings
+from shardline.transport.bodies import read_body, read_json, send_body, send_json
+from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, has_credential
+from shardline.wire.messages import Beats, NodeInfo, OpenSession, TokenizeAnswer, TokenizeRequest
+from shardline.wire.steps import decode
+
+_ack_encoder = msgspec.json.Encoder()
+_NONCE = re.compile(r"[A-Za-z0-9_-]{8,128}")
+_KEY = re.compile(r"[0-9a-f]{32}")
+Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class NodeApp:
+    """Endpoints of one Node, without the gate and the error boundary: see `node_app`."""
+
+    def __init__(
+        self,
+        *,
+        host: ShardHost,
+        identity: Identity,
+        settings: Settings,
+        credential: str,
+        info: Callable[[], NodeInfo],
+        ticket_key: Callable[[], bytes | None],
+    ) -> None:
+        self._host = host
+        self._identity = identity
+        self._settings = settings
+        self._credential = credential
+        self._info = info
+        self._ticket_key = ticket_key
+        self._gate = TicketGate(identity.node_id)
+        self._metrics = NodeMetrics(info)
+        self._routes: dict[tuple[str, str], Handler] = {
+            ("POST", "/v1/sessions"): self._open,
+            ("POST", "/v1/beats"): self._beats,
+            ("POST", "/v1/tokenize"): self._tokenize,
+            ("GET", "/v1/node"): self._node,
+            ("GET", "/healthz"): self._healthz,
+            ("GET", "/metrics"): self._show_metrics,
+        }
+        self._paths = {path for _, path in self._routes} | {"/v1/steps"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        method, path = scope["method"], scope["path"]
+        if path == "/v1/steps" and method == "POST":
+            await self._steps(scope, receive, send)
+            return
+        handler = self._routes.get((method, path))
+        if handler is not None:
+            await handler(scope, receive, send)
+        elif path.startswith("/v1/sessions/") and method == "DELETE":
+            await self._close(path.removeprefix("/v1/sessions/"), send)
+        elif path.startswith("/v1/text/") and method == "GET":
+            await self._text(path.removeprefix("/v1/text/"), send)
+        elif path in self._paths or path.startswith(("/v1/sessions/", "/v1/text/")):
+            raise ShardlineError("method_not_allowed", f"{path} does not have {method}")
+        else:
+            raise ShardlineError("not_found", "nothing is served at this path")
+
+    async def _steps(self, scope: Scope, receive: Receive, send: Send) -> None:
+        description = self._host.description
+        if description is None:
+            raise ShardlineError("engine_lost", "the Shard is not loaded")
+        body = await read_body(receive, scope, self._settings.step_body_bytes)
+        ack = await self._host.accept(decode(body, description.layout_in))
+        await send_body(send, 202, _ack_encoder.encode(ack))
+
+    async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Open a session; its response stays open as long as the session does on this Node."""
+        request = await read_json(receive, scope, OpenSession, self._settings.control_body_bytes)
+        ticket = self._gate.admit(request, ticket_key=self._ticket_key(), shard=self._host.description, now=time.time())
+        stream = await self._host.open(ticket, request)
+        key = bytes.fromhex(request.key)
+        try:
+            headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async with asyncio.TaskGroup() as tasks:
+                leaving = tasks.create_task(self._close_when_left(key, receive))
+                await self._write(stream, send)
+                leaving.cancel()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._host.close(key)
+
+    @staticmethod
+    async def _write(stream: SessionStream, send: Send) -> None:
+        while (chunk := await stream.next_chunk()) is not None:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def _close_when_left(self, key: bytes, receive: Receive) -> None:
+        """A connection that breaks means what DELETE means."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._host.close(key)
+
+    async def _close(self, key: str, send: Send) -> None:
+        if not _KEY.fullmatch(key):
+            raise ShardlineError("invalid_value", "a session key is 32 hex digits", param="key")
+        closed = self._host.close(bytes.fromhex(key))
+        await send_json(send, {"closed": closed})
+
+    async def _beats(self, scope: Scope, receive: Receive, send: Send) -> None:
+        beats = await read_json(receive, scope, Beats, self._settings.control_body_bytes)
+        self._host.beat(beats.gateway)
+        await send_json(send, {})
+
+    async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = await read_json(receive, scope, TokenizeRequest, self._settings.api_body_bytes)
+        description = self._host.description
+        if description is None or not description.is_head:
+            raise ShardlineError("text_unavailable", "only a head Node tokenises, once it is loaded")
+        if request.content_id is not None and request.content_id != description.content_id:
+            raise ShardlineError("model_unavailable", "this Node holds another Model Artifact")
+        try:
+            async with asyncio.timeout(self._settings.control_s):
+                tokens = await self._host.engine.tokenize(
+                    request.text, add_special=request.add_special, parse_special=request.parse_special
+                )
+        except TimeoutError:
+            raise ShardlineError("deadline", "the engine did not tokenise in time", limit="control") from None
+        await send_json(send, TokenizeAnswer(tokens=tokens))
+
+    async def _text(self, digest: str, send: Send) -> None:
+        description = self._host.description
+        bundle = self._host.engine.text_bundle()
+        if description is None or bundle is None or digest != description.text_digest:
+            raise ShardlineError("not_found", "no such text bundle here")
+        await send_body(send, 200, bundle, b"application/msgpack")
+
+    async def _node(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """With the credential all facts; with a nonce a proof of identity, for anybody."""
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        nonce = query.get("nonce", [""])[0]
+        if nonce:
+            if not _NONCE.fullmatch(nonce):
+                raise ShardlineError("invalid_value", "a nonce has 8 to 128 letters and digits", param="nonce")
+            await send_json(send, self._identity.prove(nonce))
+            return
+        if not has_credential(scope, self._credential):
+            raise ShardlineError("unauthorized", "the cluster credential is missing or wrong")
+        check_protocol(scope)
+        await send_json(send, self._info())
+
+    async def _healthz(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"state": self._host.state})
+
+    async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_body(send, 200, self._metrics.text(), b"text/plain; version=0.0.4")
+
+
+class NodeMetrics:
+    """Prometheus gauges, read from the Node's own account at the moment of asking."""
+
+    def __init__(self, info: Callable[[], NodeInfo]) -> None:
+        self._info = info
+        self._registry = CollectorRegistry()
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, registry=self._registry)
+
+        self._sessions = gauge("shardline_node_sessions", "Open sessions")
+        self._kv_used = gauge("shardline_node_kv_used_tokens", "Tokens in the engine's caches")
+        self._kv_reserved = gauge("shardline_node_kv_reserved_tokens", "Tokens promised to open sessions")
+        self._kv_capacity = gauge("shardline_node_kv_capacity_tokens", "Tokens that may be promised")
+        self._queue = gauge("shardline_node_queue_bytes", "Rows that wait for the engine")
+        self._rss = gauge("shardline_node_resident_bytes", "Resident memory of the Node and its engine worker")
+        self._alive = gauge("shardline_node_engine_alive", "1 while the engine worker lives")
+        self._restarts = gauge("shardline_node_engine_restarts", "Restarts of the engine worker")
+
+    def text(self) -> bytes:
+        info = self._info()
+        self._sessions.set(info.kv.sessions)
+        self._kv_used.set(info.kv.used_tokens)
+        self._kv_reserved.set(info.kv.reserved_tokens)
+        self._kv_capacity.set(info.kv.capacity_tokens)
+        self._queue.set(info.queue_bytes)
+        self._rss.set(info.rss_bytes)
+        self._alive.set(int(info.health.alive))
+        self._restarts.set(info.health.restarts)
+        return generate_latest(self._registry)
+
+
+def _is_open(scope: Scope) -> bool:
+    """What needs no credential: health, and the proof of identity (which checks by itself)."""
+    return scope["path"] in ("/healthz", "/v1/node")
+
+
+def node_app(app: NodeApp, credential: str) -> ASGIApp:
+    """`app` behind the gate of the control plane and the error boundary."""
+    return ErrorBoundary(ControlGate(app, credential=credential, is_open=_is_open))

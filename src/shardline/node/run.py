@@ -1,0 +1,218 @@
+"""Starting and ending a Node: bind, place, load, test, register, serve; and all of it backwards.
+
+Owns the order of these and the pieces' lives. The socket is bound before anything slow, the server answers while the
+engine loads, and the Tracker hears of the Shard from the first moment. Shown by tests/cluster/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import psutil
+import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shardline.errors import ShardlineError
+from shardline.model import backends
+from shardline.model.backend import ShardDescription, ShardSpec
+from shardline.model.self_test import choose_prefill_chunk
+from shardline.node.app import NodeApp, node_app
+from shardline.node.host import ShardHost
+from shardline.node.info import Identity, Planned, host_id, node_info
+from shardline.node.plan import ModelFacts, inspect_model, kv_capacity
+from shardline.node.presence import Presence
+from shardline.options import NodeOptions
+from shardline.settings import Settings
+from shardline.transport.addresses import make_url
+from shardline.transport.carrier import HttpCarrier
+from shardline.transport.credentials import identity_key
+from shardline.transport.failures import HttpFailure
+from shardline.transport.http_client import HttpClient
+from shardline.transport.http_server import HttpServer, bind, check_listener
+from shardline.transport.tracker_client import TrackerClient
+from shardline.wire.messages import NodeInfo, PlacementRequest
+from shardline.wire.tickets import node_id_of, public_bytes
+
+log = structlog.get_logger(__name__)
+_PLACEMENT_RETRY_S = 0.5
+_PROBE_S = 1.0
+_STOP_S = 1.0
+
+
+async def run(options: NodeOptions) -> None:
+    """Serve one Shard until cancelled. Raises `ShardlineError` for what its operator must correct."""
+    settings = options.settings
+    check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+    sock = bind(options.host, options.port)
+    client = HttpClient(settings, credential=options.credential)
+    try:
+        tracker = TrackerClient(client, options.tracker_url)
+        facts = await asyncio.to_thread(inspect_model, options)
+        key = identity_key(options.identity_path)
+        first, last = await _layers(options, facts, tracker, key)
+        node = _Node(options, facts, first, last, client, tracker, key)
+        await node.serve(sock)
+    finally:
+        sock.close()
+        await client.aclose()
+
+
+async def _layers(
+    options: NodeOptions, facts: ModelFacts, tracker: TrackerClient, key: Ed25519PrivateKey
+) -> tuple[int, int]:
+    """The range that the operator named, or what the Tracker's placement gives."""
+    if options.first is not None and options.last is not None:
+        if not 0 <= options.first < options.last <= facts.n_layers:
+            raise ShardlineError(
+                "layers_invalid", f"layers {options.first}:{options.last} of a model with {facts.n_layers}"
+            )
+        return options.first, options.last
+    memory = options.memory_bytes or psutil.virtual_memory().available
+    request = PlacementRequest(
+        content_id=facts.content_id,
+        engine_class=facts.engine_class,
+        n_layers=facts.n_layers,
+        memory_bytes=memory,
+        layer_bytes=facts.layer_bytes,
+        embedding_bytes=facts.embedding_bytes,
+        output_bytes=facts.output_bytes,
+        kv_reserve_bytes=facts.kv_reserve_bytes,
+        node=node_id_of(public_bytes(key)),
+        host=host_id(),
+        host_memory_bytes=psutil.virtual_memory().total,
+    )
+    while True:
+        try:
+            answer = await tracker.placement(request)
+            log.info("node_placed", first=answer.first, last=answer.last, reason=answer.reason)
+            return answer.first, answer.last
+        except ShardlineError as error:
+            if error.code != "tracker_unreachable":
+                raise
+            log.warning("tracker_unreachable", reason=error.message)
+        await asyncio.sleep(_PLACEMENT_RETRY_S)
+
+
+class _Node:
+    """The pieces of one running Node."""
+
+    def __init__(
+        self,
+        options: NodeOptions,
+        facts: ModelFacts,
+        first: int,
+        last: int,
+        client: HttpClient,
+        tracker: TrackerClient,
+        key: Ed25519PrivateKey,
+    ) -> None:
+        self._options = options
+        self._settings: Settings = options.settings
+        self._facts = facts
+        self._client = client
+        self._tracker = tracker
+        self._key = key
+        spec = ShardSpec(
+            model=options.model,
+            first=first,
+            last=last,
+            threads=options.threads,
+            dtype=options.dtype,
+            context_length=options.context_length,
+            options={"content_id": facts.content_id},
+        )
+        self._planned = Planned(
+            model=facts.name,
+            content_id=facts.content_id,
+            first=first,
+            last=last,
+            n_layers=facts.n_layers,
+            engine=options.engine,
+            threads=options.threads,
+        )
+        self._engine = backends.engine(
+            options.engine, spec, self._settings, inherited=options.environment, inline=options.inline
+        )
+
+    def _capacity(self, description: ShardDescription) -> int:
+        return kv_capacity(self._options, description)
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Everything at work, until cancelled; then the goodbye, in order."""
+        settings, options = self._settings, self._options
+        url = options.advertise_url or make_url("http", *sock.getsockname()[:2])
+        identity = Identity(key=self._key, url=url.rstrip("/"))
+        host = ShardHost(
+            node_id=identity.node_id,
+            settings=settings,
+            engine=self._engine,
+            carrier=HttpCarrier(self._client),
+            probe=self._reaches,
+            kv_capacity=self._capacity,
+            prefill_chunk=lambda times: choose_prefill_chunk(times.prefill_ms_per_row, settings),
+        )
+
+        def info() -> NodeInfo:
+            return node_info(host, identity, self._planned, settings)
+
+        presence = Presence(identity=identity, tracker=self._tracker, client=self._client, info=info, settings=settings)
+        app = NodeApp(
+            host=host,
+            identity=identity,
+            settings=settings,
+            credential=options.credential,
+            info=info,
+            ticket_key=lambda: presence.ticket_key,
+        )
+        host.on_change = lambda: self._state_changed(host, presence)
+        server = HttpServer(node_app(app, options.credential), sock=sock, settings=settings, lifespan="off")
+        await server.start()
+        options.announce("listening", url=identity.url, node=identity.node_id, model=self._facts.name)
+        try:
+            await self._work(host, presence)
+        finally:
+            await self._engine.stop()
+            await server.stop(_STOP_S)
+
+    async def _work(self, host: ShardHost, presence: Presence) -> None:
+        """Run until cancelled. The host outlives the wish to stop by its drain."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                hosting = tasks.create_task(host.run())
+                staying = tasks.create_task(presence.run())
+                tasks.create_task(self._announce_ready(host, presence))
+                try:
+                    await asyncio.wait({hosting, staying}, return_when=asyncio.FIRST_COMPLETED)
+                except asyncio.CancelledError:
+                    self._options.announce("draining", sessions=host.sessions)
+                    await presence.leaving()
+                    await host.drain()
+                    raise
+        except* ShardlineError as group:
+            raise group.exceptions[0] from None
+
+    def _state_changed(self, host: ShardHost, presence: Presence) -> None:
+        presence.changed()
+        log.info("shard_state", state=host.state, reason=host.reason)
+        if host.state == "loading":
+            self._options.announce("loading", done=0, total=self._planned.last - self._planned.first)
+        elif host.state == "testing":
+            self._options.announce("testing")
+
+    async def _announce_ready(self, host: ShardHost, presence: Presence) -> None:
+        """Tell whoever waits once the Tracker knows a ready Shard; a first load that failed ends the Node."""
+        await presence.registered.wait()
+        await host.settled.wait()
+        if host.state == "failed":
+            raise ShardlineError("engine_lost", f"the Shard did not load: {host.reason}")
+        await presence.tell_now()
+        self._options.announce("ready", node=presence.node_id, layers=f"{self._planned.first}:{self._planned.last}")
+
+    async def _reaches(self, url: str) -> bool:
+        """Whether the Node at `url` answers over the link that steps take."""
+        try:
+            answer = await self._client.request("GET", f"{url}/healthz", timeout_s=_PROBE_S, limit="probe")
+        except HttpFailure:
+            return False
+        return answer.status == 200

@@ -1,0 +1,74 @@
+"""Whether a request may open a session here: the ticket, checked against this Node and the clock.
+
+Owns the memory of used tickets. Pure but for that memory: key, Shard and time are arguments.
+Shown by tests/node/test_ticket_gate.py.
+"""
+
+from __future__ import annotations
+
+from shardline.errors import ShardlineError
+from shardline.model.backend import ShardDescription
+from shardline.wire.messages import OpenSession, Ticket
+from shardline.wire.tickets import SignatureRefused, verify
+
+_KEY_DIGITS = 32
+
+
+class TicketGate:
+    """Lets each valid ticket through once."""
+
+    def __init__(self, node_id: str) -> None:
+        self._node_id = node_id
+        self._used: dict[str, float] = {}
+
+    def admit(
+        self, request: OpenSession, *, ticket_key: bytes | None, shard: ShardDescription | None, now: float
+    ) -> Ticket:
+        """The ticket of `request`, now used; `now` is Unix seconds. Raises `ticket_invalid`, `ticket_used`, or what
+        else does not fit. A ticket that is refused for its request is not used up."""
+        if ticket_key is None:
+            raise ShardlineError("ticket_invalid", "this Node does not know a Tracker yet")
+        try:
+            ticket = verify(ticket_key, "ticket", request.ticket, Ticket)
+        except SignatureRefused as refused:
+            raise ShardlineError("ticket_invalid", f"ticket refused: {refused}") from None
+        if ticket.node != self._node_id:
+            raise ShardlineError("ticket_invalid", "the ticket is for another Node")
+        if ticket.not_after < now:
+            raise ShardlineError("ticket_invalid", f"the ticket has expired {now - ticket.not_after:.1f} s ago")
+        if shard is None:
+            raise ShardlineError("engine_lost", "the Shard is not loaded")
+        self._check_shard(ticket, shard)
+        self._check_request(ticket, request, shard)
+        for used in [used for used, until in self._used.items() if until < now]:
+            del self._used[used]
+        if ticket.id in self._used:
+            raise ShardlineError("ticket_used", "this ticket has opened a session before")
+        self._used[ticket.id] = ticket.not_after
+        return ticket
+
+    @staticmethod
+    def _check_shard(ticket: Ticket, shard: ShardDescription) -> None:
+        if ticket.content_id != shard.content_id or (ticket.first, ticket.last) != (shard.first, shard.last):
+            raise ShardlineError(
+                "ticket_invalid",
+                f"the ticket is for layers {ticket.first}:{ticket.last} of {ticket.content_id}, "
+                f"this Node holds {shard.first}:{shard.last} of {shard.content_id}",
+            )
+        if (ticket.layout_in, ticket.layout_out) != (shard.layout_in.digest, shard.layout_out.digest):
+            raise ShardlineError("ticket_invalid", "the Seam layouts of the ticket are not those of this Shard")
+
+    @staticmethod
+    def _check_request(ticket: Ticket, request: OpenSession, shard: ShardDescription) -> None:
+        if (request.layout_in, request.layout_out) != (ticket.layout_in, ticket.layout_out):
+            raise ShardlineError("invalid_value", "other Seam layouts than the ticket's", param="layout_in")
+        key = request.key
+        if len(key) != _KEY_DIGITS or any(c not in "0123456789abcdef" for c in key):
+            raise ShardlineError("invalid_value", "a session key is 32 hex digits", param="key")
+        if request.prompt_tokens < 1 or request.max_tokens < 1:
+            raise ShardlineError("invalid_value", "a session has a prompt and room for a token", param="max_tokens")
+        wanted = request.prompt_tokens + request.max_tokens
+        if wanted > ticket.kv_tokens:
+            raise ShardlineError("ticket_invalid", f"{wanted} tokens wanted, the ticket is for {ticket.kv_tokens}")
+        if wanted > shard.context_length + 1:
+            raise ShardlineError("context_length_exceeded", f"{wanted} tokens, the context has {shard.context_length}")

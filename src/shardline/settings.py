@@ -33,6 +33,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     drain_s: float = 5.0
     dial_back_s: float = 2.0
     template_s: float = 2.0
+    text_s: float = 30.0
+    """Fetching a text bundle of some megabytes from a Node."""
     header_s: float = 10.0
     # Keep-alive: a client drops an idle connection before its server does.
     server_idle_s: float = 75.0

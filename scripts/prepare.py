@@ -256,7 +256,7 @@ def install(goal):
     say("Setting up %s with %s (once; later starts skip it)." % (VENV, sys.executable))
     make_venv("[1/%d] virtual environment" % total)
     if fresh and sys.platform == "linux" and not os.environ.get("TORCH_INDEX"):
-        say("Note: on Linux the ordinary index brings torch with CUDA, several GB. CPU only, about 200 MB:")
+        say("Note: the ordinary index brings torch for Linux with CUDA, several GB. For CPU only, about 200 MB:")
         say("      make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu")
     for number, (name, key, arguments) in enumerate(todo, 2):
         pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]

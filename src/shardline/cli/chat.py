@@ -1,0 +1,162 @@
+"""`shardline chat`: one question, or a conversation, with the account of each generation as it runs.
+
+Owns what is sent and what a person sees; the Gateway does the rest. Shown by tests/cli/test_chat.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import click
+
+from shardline.cli.invocation import Invocation, gateway_of, pass_invocation
+from shardline.errors import ShardlineError
+
+_HELP = "Enter sends. /new forgets the conversation, /quit or Ctrl-D ends. Ctrl-C stops an answer."
+
+
+@click.command()
+@click.option("-m", "--message", help="Ask this and end; without it: a conversation. `-`: read it from stdin.")
+@click.option("--model", help="Name as in /v1/models [default: the first that is served].")
+@click.option("--system", help="Instructions that stand before the conversation.")
+@click.option("--max-tokens", type=click.IntRange(1), help="[default: the Gateway's]")
+@click.option("--temperature", type=click.FloatRange(0), help="[default: 1, as the API]")
+@click.option("--seed", type=int)
+@click.option("--gateway", "gateway_url", metavar="URL", help="The Gateway [default: the one of this machine].")
+@click.option("--json", "as_json", is_flag=True, help="With -m: one JSON object at the end, text and telemetry.")
+@pass_invocation
+def chat(
+    invocation: Invocation,
+    /,
+    message: str | None,
+    model: str | None,
+    system: str | None,
+    gateway_url: str | None,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Ask the served model, with live telemetry.
+
+    Shows the route, prefill progress, tokens/s, and of each hop the time to compute, to wait and to send.
+    """
+    if as_json and message is None:
+        raise click.UsageError("--json goes with -m")
+    gateway = gateway_of(invocation.configuration(gateway=gateway_url))
+    conversation = Conversation(
+        gateway, model or first_model(gateway), system, {k: v for k, v in sampling.items() if v is not None}
+    )
+    if message is not None:
+        text = sys.stdin.read() if message == "-" else message
+        answer(conversation, text, as_json=as_json)
+        return
+    _talk(conversation)
+
+
+def first_model(gateway: Any) -> str:
+    """The first model that the Gateway serves."""
+    models = gateway.get("/v1/models").get("data", [])
+    if not models:
+        raise ShardlineError("model_unavailable", f"the Gateway at {gateway.url} serves no model yet")
+    return str(models[0]["id"])
+
+
+class Conversation:
+    """Messages so far. A question whose answer failed is taken back, so that it can be asked again."""
+
+    def __init__(self, gateway: Any, model: str, system: str | None, sampling: dict[str, Any]) -> None:
+        self._gateway = gateway
+        self.model = model
+        self._sampling = sampling
+        self._start: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._start)
+
+    def forget(self) -> None:
+        self._messages = list(self._start)
+
+    def ask(self, question: str, view: Any) -> tuple[str, dict[str, Any] | None]:
+        """Stream one answer into `view`; returns the whole text and the last telemetry event."""
+        asked = [*self._messages, {"role": "user", "content": question}]
+        body = {
+            "model": self.model,
+            "messages": asked,
+            "stream": True,
+            "stream_options": {"include_usage": True, "include_telemetry": True},
+            **self._sampling,
+        }
+        text = ""
+        last: dict[str, Any] | None = None
+        for chunk in self._gateway.stream("/v1/chat/completions", body):
+            telemetry = chunk.get("telemetry")
+            if telemetry is not None:
+                last = telemetry
+                view.event(telemetry)
+            for choice in chunk.get("choices", []):
+                delta = (choice.get("delta") or {}).get("content") or ""
+                if delta:
+                    text += delta
+                    view.text(delta)
+        self._messages = [*asked, {"role": "assistant", "content": text}]
+        return text, last
+
+
+class _NoView:
+    """For --json: nothing is shown before the end."""
+
+    def text(self, delta: str) -> None:
+        pass
+
+    def event(self, event: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def answer(conversation: Conversation, question: str, *, as_json: bool = False) -> None:
+    """Ask once and show the answer with its account; the account goes to stderr where stdout is no terminal."""
+    from shardline.cli.live import LineView, TerminalView
+
+    view: Any
+    if as_json:
+        view = _NoView()
+    elif sys.stdout.isatty():
+        view = TerminalView()
+    else:
+        view = LineView(sys.stdout, sys.stderr)
+    try:
+        text, last = conversation.ask(question, view)
+    finally:
+        view.close()
+    if as_json:
+        import json
+
+        print(json.dumps({"model": conversation.model, "text": text, "telemetry": last}, ensure_ascii=False))
+
+
+def _talk(conversation: Conversation) -> None:
+    from shardline.cli.live import failure_words
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history of input())
+    print(f"{conversation.model}. {_HELP}", file=sys.stderr)
+    while True:
+        try:
+            question = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return
+        if question in ("/quit", "/exit"):
+            return
+        if question == "/new":
+            conversation.forget()
+            continue
+        if not question:
+            continue
+        try:
+            answer(conversation, question)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+        except ShardlineError as error:
+            print(f"failed: {failure_words(error)}", file=sys.stderr)

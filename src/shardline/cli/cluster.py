@@ -1,0 +1,293 @@
+"""The commands that run a whole cluster on this machine, a process for each part: `up`, `serve`, `demo`.
+
+Owns which parts there are and in which order; supervisor.py owns the processes. Shown by tests/cli/test_cluster.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardline.cli.invocation import Invocation, pass_invocation
+from shardline.cli.roles import ENGINES
+from shardline.cli.values import LayerRanges, check_cover, split_evenly
+
+if TYPE_CHECKING:
+    from shardline.cli.config import Configuration
+    from shardline.cli.supervisor import Child, Part, Supervisor
+
+GATEWAY_WAVE, NODE_WAVE, TRACKER_WAVE = 0, 1, 2
+"""The Gateway ends first, so that clients hear of it; the Tracker last, so that Nodes can take their leave."""
+START_S = 30.0
+QUESTION = "What is a shard, in one sentence?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a cluster on this machine consists of."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    tracker_port: int = 0
+    api_keys_file: str | None = None
+    insecure_plain_http: bool = False
+    model: Path | None = None
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    """Layers of each Node; none: no Nodes are started."""
+    node_arguments: tuple[str, ...] = ()
+    """Flags that all Nodes get."""
+
+
+def tracker_part(plan: Plan, shared: list[str]) -> Part:
+    from shardline.cli.supervisor import Part
+
+    return Part("tracker", (*shared, "tracker", "--port", str(plan.tracker_port)), TRACKER_WAVE)
+
+
+def gateway_part(plan: Plan, shared: list[str], tracker_url: str) -> Part:
+    from shardline.cli.supervisor import Part
+
+    arguments = [*shared, "gateway", "--tracker", tracker_url, "--host", plan.host, "--port", str(plan.port)]
+    arguments += ["--api-keys", plan.api_keys_file] if plan.api_keys_file else []
+    arguments += ["--insecure-plain-http"] if plan.insecure_plain_http else []
+    return Part("gateway", tuple(arguments), GATEWAY_WAVE)
+
+
+def node_parts(plan: Plan, shared: list[str], tracker_url: str) -> list[Part]:
+    from shardline.cli.supervisor import Part
+
+    parts = []
+    for number, (first, last) in enumerate(plan.ranges, 1):
+        arguments = [*shared, "node", "--model", str(plan.model), "--tracker", tracker_url]
+        arguments += ["--layers", f"{first}:{last}", *plan.node_arguments]
+        parts.append(Part(f"node-{number}", tuple(arguments), NODE_WAVE))
+    return parts
+
+
+class Cluster:
+    """A running cluster: the supervisor, the parts by name, and where they listen."""
+
+    def __init__(self, supervisor: Supervisor, plan: Plan, say: Callable[[str], None]) -> None:
+        self._supervisor = supervisor
+        self._plan = plan
+        self._say = say
+        self._nodes: list[Child] = []
+        self._gateway: Child | None = None
+        self.gateway_url = ""
+        self.tracker_url = ""
+
+    def start(self, configuration: Configuration, shared: list[str]) -> None:
+        """Start everything, and return when all of it serves."""
+        supervisor, plan = self._supervisor, self._plan
+        tracker = supervisor.start(tracker_part(plan, shared))
+        supervisor.until_ready([tracker], within_s=START_S)
+        self.tracker_url = str(tracker.url)
+        gateway = self._gateway = supervisor.start(gateway_part(plan, shared, self.tracker_url))
+        self._nodes = [supervisor.start(part) for part in node_parts(plan, shared, self.tracker_url)]
+        supervisor.until_ready([gateway], within_s=START_S)
+        supervisor.until_ready(self._nodes, within_s=configuration.settings.worker_start_s)
+        self.gateway_url = str(gateway.url)
+
+    def watch(self) -> None:
+        """Report each part that ends; return only by the error that nothing can be served any more."""
+        from shardline.cli.supervisor import death
+
+        dead: list[Child] = []
+        while True:
+            child = self._supervisor.next_death(dead)
+            dead.append(child)
+            if child is self._gateway or (self._nodes and all(n in dead for n in self._nodes)):
+                raise death(child)
+            again = shlex.join(("shardline", *child.part.arguments))
+            self._say(f"\n{death(child).message}\nThe rest goes on. To start this part again:\n  {again}")
+
+
+@click.command()
+@click.argument("model", metavar="MODEL", type=click.Path(exists=True, path_type=Path))
+@click.option("--nodes", type=click.IntRange(1), help="Nodes that share the layers evenly.  [default: 2]")
+@click.option("--layers", "ranges", type=LayerRanges(), help="Or the range of each Node: 0:10,10:20,20:30.")
+@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the Gateway.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
+)
+@click.option("--tracker-port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any free one.")
+@click.option("--threads", type=click.IntRange(1), help="Compute threads of each Node.  [default: the machine's cores]")
+@click.option("--kv-tokens", type=click.IntRange(1), help="KV capacity of each Node, in tokens.")
+@click.option("--api-keys", "api_keys_file", metavar="FILE", help="Keys that clients must send, one a line.")
+@click.option("--insecure-plain-http", is_flag=True, help="Allow a --host beyond loopback, over unencrypted HTTP.")
+@pass_invocation
+def up(
+    invocation: Invocation,
+    /,
+    *,
+    model: Path,
+    nodes: int | None,
+    ranges: list[tuple[int, int]] | None,
+    engine: str,
+    threads: int | None,
+    kv_tokens: int | None,
+    **gateway_flags: Any,
+) -> None:
+    """Run a whole cluster for MODEL on this machine.
+
+    A Tracker, a Gateway and Nodes, each a process of its own, until Ctrl-C. MODEL is a GGUF file or a safetensors
+    folder. With --engine scripted it is a script.
+    """
+    plan = planned(model, nodes, ranges, engine, threads=threads, kv_tokens=kv_tokens, **gateway_flags)
+    run_cluster(invocation, plan, lambda cluster: print_usage(cluster, first_model_of(cluster)))
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the Gateway.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
+)
+@click.option("--tracker-port", type=click.IntRange(0, 65535), default=7070, show_default=True)
+@click.option("--api-keys", "api_keys_file", metavar="FILE", help="Keys that clients must send, one a line.")
+@click.option("--insecure-plain-http", is_flag=True, help="Allow a --host beyond loopback, over unencrypted HTTP.")
+@pass_invocation
+def serve(invocation: Invocation, /, **flags: Any) -> None:
+    """Run a Tracker and a Gateway, as two processes.
+
+    Nodes of this and of other machines join them: `shardline node --tracker URL --model PATH`.
+    """
+
+    def ready(cluster: Cluster) -> None:
+        click.echo(f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}")
+        click.echo(f"Add Nodes: shardline node --tracker {cluster.tracker_url} --model PATH\nCtrl-C ends both.")
+
+    run_cluster(invocation, Plan(**flags), ready)
+
+
+@click.command()
+@click.option(
+    "--nodes", type=click.IntRange(1), default=2, show_default=True, help="Nodes that share the layers evenly."
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
+)
+@click.option("--question", default=QUESTION, show_default=True)
+@click.option("--once", is_flag=True, help="End after the answer.")
+@click.option(
+    "--model", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2, if its package is there]"
+)
+@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True)
+@pass_invocation
+def demo(
+    invocation: Invocation, nodes: int, port: int, question: str, once: bool, model: Path | None, engine: str
+) -> None:
+    """Run a small real model and ask it a question.
+
+    SmolLM2-135M-Instruct on two Nodes of this machine; shows the telemetry of the answer, then serves until Ctrl-C.
+    """
+    from shardline.cli.chat import Conversation, answer
+    from shardline.cli.client import Endpoint
+    from shardline.cli.demo_model import demo_model
+
+    plan = planned(model or demo_model(), nodes, None, engine, port=port)
+
+    def ask(cluster: Cluster) -> None:
+        name = first_model_of(cluster)
+        click.echo(f"\nAsking {name}: {question}\n")
+        conversation = Conversation(Endpoint("Gateway", cluster.gateway_url, ""), name, None, {"max_tokens": 120})
+        answer(conversation, question)
+        print_usage(cluster, name, stays=not once)
+
+    run_cluster(invocation, plan, ask, once=once)
+
+
+def planned(
+    model: Path,
+    nodes: int | None,
+    ranges: list[tuple[int, int]] | None,
+    engine: str,
+    *,
+    threads: int | None = None,
+    kv_tokens: int | None = None,
+    **gateway_flags: Any,
+) -> Plan:
+    """The plan of a cluster for `model`; raises `layers_invalid` where its layers cannot be shared out as asked."""
+    from shardline.cli.model_layers import layer_count
+
+    if nodes is not None and ranges is not None and nodes != len(ranges):
+        raise click.UsageError(f"--nodes {nodes} and {len(ranges)} ranges in --layers do not fit: give one of them")
+    count = layer_count(model, engine)
+    shared_out = ranges if ranges is not None else split_evenly(count, nodes or 2)
+    check_cover(shared_out, count)
+    arguments = ["--engine", engine, "--threads", str(threads or physical_cores())]
+    arguments += ["--kv-tokens", str(kv_tokens)] if kv_tokens is not None else []
+    return Plan(model=model.resolve(), ranges=shared_out, node_arguments=tuple(arguments), **gateway_flags)
+
+
+def physical_cores() -> int:
+    """Nodes of one route compute in turns, so each may have all cores; hyper-threads do not help them."""
+    import psutil
+
+    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+
+def run_cluster(
+    invocation: Invocation, plan: Plan, when_ready: Callable[[Cluster], None], *, once: bool = False
+) -> None:
+    """Start, say that it runs, call `when_ready`, then watch until a signal (or end at once); leave nothing behind."""
+    from shardline.cli.invocation import credential_of
+    from shardline.cli.running import Running, new_log_dir
+    from shardline.cli.startup import StartView
+    from shardline.cli.supervisor import Supervisor
+
+    configuration = invocation.configuration()
+    credential_of(configuration)  # Made here, once, so that no two parts race for it.
+    notes = {f"node-{i}": f"{first}:{last}" for i, (first, last) in enumerate(plan.ranges, 1)}
+    log_dir = new_log_dir(configuration.state_dir)
+    click.echo(f"Starting {'a Tracker, a Gateway' if plan.ranges else 'a Tracker and a Gateway'}", nl=False)
+    click.echo(f" and {len(plan.ranges)} Nodes for {plan.model.name}" if plan.model else "", nl=False)
+    click.echo(f"; logs: {log_dir}")
+    view = StartView(sys.stdout, notes)
+    with Supervisor(log_dir, view) as supervisor:
+        cluster = Cluster(supervisor, plan, lambda words: click.echo(words, err=True))
+        try:
+            cluster.start(configuration, invocation.child_arguments())
+        finally:
+            view.close()
+        with Running(configuration.state_dir, gateway=cluster.gateway_url, tracker=cluster.tracker_url):
+            when_ready(cluster)
+            if not once:
+                cluster.watch()
+    click.echo("Ended; nothing is left running.")
+
+
+def first_model_of(cluster: Cluster) -> str:
+    """The name under which the Gateway serves the model; it may take a moment to hear of the Nodes."""
+    import time
+
+    from shardline.cli.chat import first_model
+    from shardline.cli.client import Endpoint
+    from shardline.errors import ShardlineError
+
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return first_model(Endpoint("Gateway", cluster.gateway_url, ""))
+        except ShardlineError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def print_usage(cluster: Cluster, model: str, *, stays: bool = True) -> None:
+    """What one can do now, as lines that work when they are copied."""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+    click.echo(
+        f"\nThe OpenAI API is at {cluster.gateway_url}/v1\n"
+        f"  curl -N {cluster.gateway_url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        "  shardline chat · shardline nodes · shardline sessions"
+    )
+    if stays:
+        click.echo("Ctrl-C ends everything.")

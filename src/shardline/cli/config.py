@@ -1,0 +1,247 @@
+"""Configuration: defaults, then the file, then the environment, then flags; each value knows where it came from.
+
+Owns every read of the environment in Shardline, the names of the file's keys and of the variables, and what values
+may be. Refuses unknown names everywhere, with the nearest known one. What the values mean is settings.py's.
+Shown by tests/cli/test_config.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shardline.errors import ShardlineError
+from shardline.settings import Settings
+
+PREFIX = "SHARDLINE_"
+CONFIG_VARIABLE = "SHARDLINE_CONFIG"
+CREDENTIAL_FILE = "credential"
+"""Name in the state folder."""
+RUNNING_FILE = "running.json"
+"""In the state folder: where the cluster listens that `up`, `demo` or `serve` runs here."""
+
+
+class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the commands of this machine find each other, and how they log."""
+
+    tracker: str = "http://127.0.0.1:7070"
+    """URL of the Tracker."""
+    gateway: str = "http://127.0.0.1:8080"
+    """URL of the Gateway."""
+    state_dir: str = "~/.local/state/shardline"
+    """Folder for the credential, keys, logs and caches. Follows XDG_STATE_HOME where that is set."""
+    credential_file: str = ""
+    """File with the cluster credential; empty: the one in the state folder, made by the first process."""
+    api_keys_file: str = ""
+    """Gateway: file with the API keys that clients must send, one a line; empty: none is asked for."""
+    api_key: str = ""
+    """`chat` and `sessions`: the key to send to the Gateway."""
+    log_format: Literal["auto", "console", "json"] = "auto"
+    """`auto`: console lines on a terminal, JSON elsewhere."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+SECRET = frozenset({"api_key"})
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One source of values: `where` names it for a person, per key."""
+
+    values: Mapping[str, Any]
+    where: Mapping[str, str]
+    strict: bool
+    """False: values are text (environment, flags) and are read as what the key wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The merged result."""
+
+    settings: Settings
+    places: Places
+    sources: Mapping[str, str]
+    """Key -> where its value came from, for every key."""
+
+    @property
+    def state_dir(self) -> Path:
+        return Path(self.places.state_dir).expanduser()
+
+    @property
+    def credential_path(self) -> Path:
+        given = self.places.credential_file
+        return Path(given).expanduser() if given else self.state_dir / CREDENTIAL_FILE
+
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys of `api_keys_file`, without blank lines and `#` comments."""
+        if not self.places.api_keys_file:
+            return ()
+        path = Path(self.places.api_keys_file).expanduser()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _invalid("api_keys_file", f"{path} cannot be read: {error}") from None
+        keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+        if not keys:
+            raise _invalid("api_keys_file", f"{path} holds no key")
+        return keys
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(key, value as shown, source) of every key; a secret is shown as set or not."""
+        shown = []
+        for part in (self.places, self.settings):
+            for name, value in msgspec.structs.asdict(part).items():
+                text = ("(set)" if value else "") if name in SECRET else str(value)
+                shown.append((name, text, self.sources[name]))
+        return shown
+
+
+_FIELDS = {f.name: f for struct in (Places, Settings) for f in msgspec.structs.fields(struct)}
+
+
+def _invalid(key: str, why: str) -> ShardlineError:
+    return ShardlineError("setting_invalid", f"{key}: {why}", param=key)
+
+
+def _unknown(name: str, where: str, known: Sequence[str]) -> ShardlineError:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]}?" if near else "; `shardline config show` lists all"
+    return _invalid(name, f"no setting of this name ({where}){hint}")
+
+
+def file_layer(path: Path) -> Layer:
+    """The TOML file at `path`: one flat table."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _invalid("config", f"{path} cannot be read: {error}") from None
+    return Layer(values, {key: str(path) for key in values}, strict=True)
+
+
+def environment_layer(environ: Mapping[str, str]) -> Layer:
+    """Every `SHARDLINE_…` variable; one that names nothing is an error, as a misspelt key in the file is."""
+    values: dict[str, str] = {}
+    where: dict[str, str] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        key = variable.removeprefix(PREFIX).lower()
+        if key not in _FIELDS:
+            raise _unknown(variable, "environment", [PREFIX + k.upper() for k in _FIELDS])
+        values[key] = text
+        where[key] = f"environment {variable}"
+    return Layer(values, where, strict=False)
+
+
+def flag_layer(places: Mapping[str, str | None], assignments: Sequence[str]) -> Layer:
+    """Flags of the command line, and `--set NAME=VALUE` for any key."""
+    values = {key: text for key, text in places.items() if text is not None}
+    where = {key: f"flag --{key.replace('_', '-')}" for key in values}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise _invalid("set", f"{assignment!r} is not of the form NAME=VALUE")
+        values[key.strip()] = text.strip()
+        where[key.strip()] = "flag --set"
+    return Layer(values, where, strict=False)
+
+
+def config_path(flag: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The file that is named must be there; the usual one is read only where it is."""
+    named = flag or environ.get(CONFIG_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    folder = environ.get("XDG_CONFIG_HOME") or "~/.config"
+    usual = Path(folder).expanduser() / "shardline" / "config.toml"
+    return usual if usual.is_file() else None
+
+
+def default_layer(environ: Mapping[str, str]) -> Layer:
+    """What XDG variables say about the defaults."""
+    folder = environ.get("XDG_STATE_HOME")
+    if not folder:
+        return Layer({}, {}, strict=True)
+    return Layer(
+        {"state_dir": str(Path(folder) / "shardline")}, {"state_dir": "environment XDG_STATE_HOME"}, strict=True
+    )
+
+
+def running_layer(state_dir: Path) -> Layer:
+    """URLs of the cluster that runs on this machine, so that commands find it without a flag; empty where none does."""
+    try:
+        running = json.loads((state_dir / RUNNING_FILE).read_text(encoding="utf-8"))
+        process, values = int(running["pid"]), {k: str(running[k]) for k in ("tracker", "gateway")}
+        os.kill(process, 0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return Layer({}, {}, strict=True)
+    return Layer(values, dict.fromkeys(values, f"cluster run by process {process}"), strict=True)
+
+
+def merge(layers: Sequence[Layer]) -> Configuration:
+    """Later layers win. Every value is checked, whichever wins."""
+    sources = dict.fromkeys(_FIELDS, "default")
+    values: dict[str, Any] = {}
+    for layer in layers:
+        for key, raw in layer.values.items():
+            field = _FIELDS.get(key)
+            if field is None:
+                raise _unknown(key, layer.where[key], list(_FIELDS))
+            try:
+                value = msgspec.convert(raw, field.type, strict=layer.strict)
+            except msgspec.ValidationError as error:
+                shown = "the value" if key in SECRET else repr(raw)
+                raise _invalid(key, f"{shown} ({layer.where[key]}) does not fit: {error}") from None
+            _check_number(key, value, layer.where[key])
+            values[key] = value
+            sources[key] = layer.where[key]
+    settings = Settings(**{k: v for k, v in values.items() if k in Settings.__struct_fields__})
+    places = Places(**{k: v for k, v in values.items() if k in Places.__struct_fields__})
+    _check_relations(settings)
+    return Configuration(settings, places, sources)
+
+
+def resolve(
+    *, flags: Mapping[str, str | None], assignments: Sequence[str], config: str | None, environ: Mapping[str, str]
+) -> Configuration:
+    """The whole way from the command line and the environment to checked values."""
+    path = config_path(config, environ)
+    layers = [default_layer(environ)]
+    if path is not None:
+        layers.append(file_layer(path))
+    layers += [environment_layer(environ), flag_layer(flags, assignments)]
+    found = merge(layers)
+    return merge([layers[0], running_layer(found.state_dir), *layers[1:]])
+
+
+def _check_number(key: str, value: object, where: str) -> None:
+    if isinstance(value, float) and not (math.isfinite(value) and value > 0):
+        raise _invalid(key, f"{value} ({where}) is not a finite number above 0")
+    least = 0 if key == "worker_restarts" else 1
+    if isinstance(value, int) and value < least:
+        raise _invalid(key, f"{value} ({where}) is less than {least}")
+
+
+def _check_relations(s: Settings) -> None:
+    """Values that are each fine and together are not: a beat that is always late, a pool that meets dead sockets."""
+    ascending = (
+        ("beat_interval_s", "beat_timeout_s"),
+        ("tracker_heartbeat_s", "tracker_expiry_s"),
+        ("client_idle_s", "server_idle_s"),
+    )
+    for low, high in ascending:
+        if not getattr(s, low) < getattr(s, high):
+            raise _invalid(high, f"{getattr(s, high)} must be above {low}, which is {getattr(s, low)}")
+    for key in ("prefill_chunk_min", "prefill_chunk_max"):
+        if getattr(s, key).bit_count() != 1:
+            raise _invalid(key, f"{getattr(s, key)} is not a power of two")
+    if s.prefill_chunk_min > s.prefill_chunk_max:
+        raise _invalid("prefill_chunk_min", f"{s.prefill_chunk_min} is above prefill_chunk_max, {s.prefill_chunk_max}")

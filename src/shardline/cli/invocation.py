@@ -1,0 +1,80 @@
+"""What one call of the command line carries: global flags, and the configuration that they lead to.
+
+Owns the way from `shardline --flag … command` to a checked `Configuration` and to the endpoints that commands talk to.
+Shown by tests/cli/test_main.py.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from shardline.cli.client import Endpoint
+    from shardline.cli.config import Configuration
+
+
+@dataclass(slots=True)
+class Invocation:
+    """Global flags as given; `None` where not."""
+
+    config: str | None = None
+    assignments: tuple[str, ...] = ()
+    flags: dict[str, str | None] = field(default_factory=dict)
+    supervised: bool = False
+    debug: bool = False
+
+    def configuration(self, **flags: str | None) -> Configuration:
+        """All sources merged; `flags` are those of the command itself (names of places)."""
+        from shardline.cli.config import resolve
+
+        return resolve(
+            flags={**self.flags, **flags}, assignments=self.assignments, config=self.config, environ=os.environ
+        )
+
+    def child_arguments(self) -> list[str]:
+        """The global flags for a process that is started on behalf of this one."""
+        arguments = []
+        if self.config is not None:
+            arguments += ["--config", self.config]
+        for assignment in self.assignments:
+            arguments += ["--set", assignment]
+        for name, value in self.flags.items():
+            if value is not None:
+                arguments += [f"--{name.replace('_', '-')}", value]
+        return arguments
+
+
+pass_invocation = click.make_pass_decorator(Invocation)
+
+
+def credential_of(configuration: Configuration) -> str:
+    """The cluster credential: of the file that is named, else of the state folder, where the first process makes it."""
+    from shardline.transport.credentials import existing_credential, made_credential
+
+    if configuration.places.credential_file:
+        return existing_credential(configuration.credential_path)
+    return made_credential(configuration.credential_path)
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process, for those that start others."""
+    return dict(os.environ)
+
+
+def tracker_of(configuration: Configuration) -> Endpoint:
+    """The Tracker, with the cluster credential; where there is none yet, without one: looking makes no files."""
+    from shardline.cli.client import Endpoint
+
+    known = configuration.credential_path.exists() or configuration.places.credential_file
+    return Endpoint("Tracker", configuration.places.tracker, credential_of(configuration) if known else "")
+
+
+def gateway_of(configuration: Configuration) -> Endpoint:
+    """The Gateway, with the API key if there is one."""
+    from shardline.cli.client import Endpoint
+
+    return Endpoint("Gateway", configuration.places.gateway, configuration.places.api_key)

@@ -1,0 +1,187 @@
+"""The commands that look: `nodes`, `sessions`, `routes explain`, `config show`; for people, or `--json`.
+
+Owns the columns. It computes nothing: what is shown is what the Tracker or the Gateway answered.
+Shown by tests/cli/test_listings.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from shardline.cli.invocation import Invocation, gateway_of, pass_invocation, tracker_of
+
+as_json_option = click.option("--json", "as_json", is_flag=True, help="The whole answer, as JSON.")
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, two spaces between; nothing is cut, so that it can be searched and piped."""
+    table = [list(header), *map(list, rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    )
+
+
+def size(count: int | None) -> str:
+    """Bytes as a person reads them."""
+    if count is None:
+        return "–"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _show(as_json: bool, answer: Any, text: str) -> None:
+    click.echo(json.dumps(answer, indent=2, ensure_ascii=False) if as_json else text)
+
+
+@click.command()
+@click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
+@as_json_option
+@pass_invocation
+def nodes(invocation: Invocation, tracker_url: str | None, as_json: bool) -> None:
+    """List the Nodes, their layers and state."""
+    answer = tracker_of(invocation.configuration(tracker=tracker_url)).get("/v1/nodes")
+    _show(as_json, answer, nodes_text(answer["nodes"]))
+
+
+def nodes_text(listed: Sequence[dict[str, Any]]) -> str:
+    """One line a Shard; a Node without one still has a line."""
+    if not listed:
+        return "No Nodes. Start one: shardline node --model PATH"
+    rows = []
+    for node in listed:
+        kv = node.get("kv") or {}
+        health = node.get("health") or {}
+        for shard in node.get("shards") or [{}]:
+            state = shard.get("state", "–") if health.get("alive", True) else "engine down"
+            reason = f" ({shard['reason']})" if shard.get("reason") else ""
+            rows.append(
+                (
+                    node["id"],
+                    f"{shard['first']}:{shard['last']}" if "first" in shard else "–",
+                    str(shard.get("model", "–")),
+                    str((node.get("engine") or {}).get("engine_class", "–")),
+                    state + reason,
+                    f"{kv.get('used_tokens', 0)}/{kv.get('capacity_tokens', 0)}",
+                    str(kv.get("sessions", 0)),
+                    size(node.get("rss_bytes")),
+                    str(node.get("pid", "–")),
+                    node.get("url", "–"),
+                )
+            )
+    return columns(("NODE", "LAYERS", "MODEL", "ENGINE", "STATE", "KV USED", "SESSIONS", "RSS", "PID", "URL"), rows)
+
+
+@click.command()
+@click.argument("session", required=False)
+@click.option("--cancel", is_flag=True, help="End SESSION; its KV is freed on all Nodes.")
+@click.option("--gateway", "gateway_url", metavar="URL", help="The Gateway [default: the one of this machine].")
+@as_json_option
+@pass_invocation
+def sessions(invocation: Invocation, session: str | None, cancel: bool, gateway_url: str | None, as_json: bool) -> None:
+    """List the Route Sessions, or show SESSION.
+
+    Newest first; those of this API key. With SESSION: the whole account of one, the bytes over each Seam too.
+    """
+    gateway = gateway_of(invocation.configuration(gateway=gateway_url))
+    if cancel:
+        if session is None:
+            raise click.UsageError("--cancel needs a SESSION")
+        answer = gateway.delete(f"/v1/route-sessions/{_quoted(session)}")
+        _show(as_json, answer, f"{session} cancelled")
+    elif session is not None:
+        answer = gateway.get(f"/v1/route-sessions/{_quoted(session)}")
+        _show(as_json, answer, session_text(answer))
+    else:
+        answer = gateway.get("/v1/route-sessions")
+        _show(as_json, answer, sessions_text(answer["sessions"], time.time()))
+
+
+def _quoted(identifier: str) -> str:
+    from urllib.parse import quote
+
+    return quote(identifier, safe="")
+
+
+def sessions_text(listed: Sequence[dict[str, Any]], now: float) -> str:
+    if not listed:
+        return "No Route Sessions."
+    from shardline.cli.live import number, route_line
+
+    rows = []
+    for event in listed:
+        failure = event.get("failure") or {}
+        rows.append(
+            (
+                event["id"],
+                event["phase"] + (f" ({failure['code']})" if failure.get("code") else ""),
+                event["model"],
+                f"{event['prefill']['done']}/{event['prefill']['total']}",
+                str(event["decode"]["tokens"]),
+                number(event["decode"].get("tokens_per_s")),
+                f"{max(0.0, now - event['created']):.0f} s",
+                route_line(event),
+            )
+        )
+    return columns(("SESSION", "PHASE", "MODEL", "PROMPT", "TOKENS", "TOKENS/S", "AGE", "ROUTE"), rows)
+
+
+def session_text(event: dict[str, Any]) -> str:
+    """The whole account of one session, Seams included."""
+    from shardline.cli.live import block
+
+    lines = [
+        f"{label:8} {line}" for label, line in [("session", event["id"]), ("model", event["model"]), *block(event)]
+    ]
+    for seam in event.get("seams") or []:
+        counts = "  ".join(
+            f"{lane} {seam[lane]['steps']} steps, {seam[lane]['rows']} rows, {size(seam[lane]['bytes'])}"
+            for lane in ("prefill", "decode")
+        )
+        lines.append(f"{'seam':8} {seam['from']} → {seam['to']}  {counts}")
+    return "\n".join(lines)
+
+
+@click.group()
+def routes() -> None:
+    """Look at Inference Routes."""
+
+
+@routes.command()
+@click.argument("model")
+@click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
+@as_json_option
+@pass_invocation
+def explain(invocation: Invocation, model: str, tracker_url: str | None, as_json: bool) -> None:
+    """Say which route MODEL gets now, and why each candidate was or was not taken."""
+    tracker = tracker_of(invocation.configuration(tracker=tracker_url))
+    answer = tracker.get(f"/v1/routes/explain?model={_quoted(model)}")
+    _show(as_json, answer, explain_text(answer))
+
+
+def explain_text(answer: dict[str, Any]) -> str:
+    return json.dumps(answer, indent=2, ensure_ascii=False)
+
+
+@click.group()
+def config() -> None:
+    """Look at the configuration."""
+
+
+@config.command()
+@as_json_option
+@pass_invocation
+def show(invocation: Invocation, as_json: bool) -> None:
+    """Print each setting, its value, and where the value came from."""
+    rows = invocation.configuration().rows()
+    answer = {name: {"value": value, "source": source} for name, value, source in rows}
+    _show(as_json, answer, columns(("SETTING", "VALUE", "SOURCE"), rows))

@@ -1,0 +1,124 @@
+"""One role as a process: run its coroutine until a signal, and tell whoever started it how far it is.
+
+Owns signals, the exit code of a stopped process, the announcements on stdout, and the lifeline to a supervisor (an
+open stdin; its end means that the supervisor is gone). Knows nothing of what a role does.
+Shown by tests/cli/test_process.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from shardline.errors import ShardlineError
+from shardline.options import StartPhase
+
+FORCED_S = 3.0
+"""A process that was told to stop has the drain time plus this long; then it ends the hard way."""
+
+
+class Announcer:
+    """Writes the announcements of a role: for people, or one JSON object a line for a supervisor."""
+
+    def __init__(self, name: str, *, supervised: bool) -> None:
+        self.name = name
+        self.supervised = supervised
+        self._last_percent = -1
+
+    def __call__(self, phase: StartPhase, /, **facts: str | int) -> None:
+        if self.supervised:
+            _write(json.dumps({"phase": phase, **facts}))
+        elif phase != "loading" or self._is_news(facts):
+            _write(f"{self.name}: {in_words(phase, facts)}")
+
+    def failed(self, error: ShardlineError) -> None:
+        """The last word to a supervisor; a person gets it on stderr."""
+        if self.supervised:
+            facts = {"code": error.code, "message": error.message, "advice": error.fault.advice}
+            _write(json.dumps({"phase": "failed", **facts}))
+
+    def _is_news(self, facts: dict[str, str | int]) -> bool:
+        """A line for every fifth of the way, not for every layer."""
+        done, total = int(facts.get("done", 0)), max(1, int(facts.get("total", 1)))
+        fifth = 5 * done // total
+        news = fifth != self._last_percent
+        self._last_percent = fifth
+        return news
+
+
+def _write(line: str) -> None:
+    """A reader that has gone (a closed terminal, a killed supervisor) must not end the role through its progress."""
+    try:
+        print(line, flush=True)
+    except (BrokenPipeError, ValueError):
+        # Python would try to flush the broken stream once more at exit.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def in_words(phase: str, facts: dict[str, Any]) -> str:
+    """`loading 12/30`, `listening on http://…`: an announcement as a person reads it."""
+    if phase == "listening":
+        return f"listening on {facts.get('url', '?')}"
+    if phase == "loading" and "total" in facts:
+        return f"loading {facts.get('done', 0)}/{facts['total']}"
+    if phase == "testing":
+        return "testing its layers"
+    return phase
+
+
+def run_until_signal(work: Coroutine[Any, Any, None], *, drain_s: float, lifeline: bool = False) -> None:
+    """Run `work` on a fresh loop; SIGINT, SIGTERM or the end of the lifeline cancel it, and then it returns normally.
+
+    A second signal, or a drain that takes longer than `drain_s` and a little, ends the process at once with code 1.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_until_signal(work, drain_s=drain_s, lifeline=lifeline))
+
+
+async def _until_signal(work: Coroutine[Any, Any, None], *, drain_s: float, lifeline: bool) -> None:
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        if stopping:
+            os._exit(1)
+        stopping = True
+        task.cancel()
+        # From a thread: the loop itself may be what does not come to an end.
+        timer = threading.Timer(drain_s + FORCED_S, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    if lifeline:
+        _watch_stdin(loop, lambda: None if stopping else stop())
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stopping:
+            raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, on_end: Callable[[], None]) -> None:
+    descriptor = sys.stdin.fileno()
+
+    def readable() -> None:
+        if not os.read(descriptor, 4096):
+            loop.remove_reader(descriptor)
+            on_end()
+
+    loop.add_reader(descriptor, readable)

@@ -1,0 +1,202 @@
+"""The commands that run one part as this process: `tracker`, `gateway`, `node`.
+
+They parse, build the options of the role, and call its `run`. Shown by tests/cli/test_roles.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from shardline.cli.config import Configuration
+from shardline.cli.invocation import Invocation, credential_of, environment, pass_invocation
+from shardline.cli.values import LayerRange, Memory
+from shardline.errors import ShardlineError
+from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
+
+ENGINES = ("torch", "scripted")
+Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions)
+
+
+def listener(port: int, port_help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The flags of everything that listens."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in (
+            click.option(
+                "--insecure-plain-http", is_flag=True, help="Allow a --host beyond loopback, over unencrypted HTTP."
+            ),
+            click.option("--port", type=click.IntRange(0, 65535), default=port, show_default=True, help=port_help),
+            click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+@click.command()
+@listener(7070, "Port to listen on; 0: any free one.")
+@click.option(
+    "--key", "key_path", type=click.Path(path_type=Path), help="Key that signs tickets [default: in the state folder]."
+)
+@pass_invocation
+def tracker(invocation: Invocation, host: str, port: int, insecure_plain_http: bool, key_path: Path | None) -> None:
+    """Run the Tracker of a cluster.
+
+    It knows the Nodes, tells new ones which layers to take, and picks the route of each session.
+    """
+    from shardline.tracker.run import run
+
+    configuration = invocation.configuration()
+    _run(
+        invocation,
+        "tracker",
+        configuration,
+        lambda announce: TrackerOptions(
+            settings=configuration.settings,
+            host=host,
+            port=port,
+            credential=credential_of(configuration),
+            state_dir=configuration.state_dir,
+            insecure_plain_http=insecure_plain_http,
+            key_path=key_path,
+            announce=announce,
+        ),
+        run,
+    )
+
+
+@click.command()
+@click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
+@click.option("--api-keys", "api_keys_file", metavar="FILE", help="Keys that clients must send, one a line.")
+@listener(8080, "Port of the OpenAI API; 0: any free one.")
+@pass_invocation
+def gateway(
+    invocation: Invocation,
+    /,
+    tracker_url: str | None,
+    api_keys_file: str | None,
+    host: str,
+    port: int,
+    insecure_plain_http: bool,
+) -> None:
+    """Run a Gateway of a cluster.
+
+    It speaks the OpenAI API, opens a session over a route for each request, and streams tokens and telemetry.
+    """
+    from shardline.gateway.run import run
+
+    configuration = invocation.configuration(tracker=tracker_url, api_keys_file=api_keys_file)
+    _run(
+        invocation,
+        "gateway",
+        configuration,
+        lambda announce: GatewayOptions(
+            settings=configuration.settings,
+            tracker_url=configuration.places.tracker,
+            host=host,
+            port=port,
+            credential=credential_of(configuration),
+            state_dir=configuration.state_dir,
+            api_keys=configuration.api_keys(),
+            insecure_plain_http=insecure_plain_http,
+            announce=announce,
+        ),
+        run,
+    )
+
+
+@click.command()
+@click.option(
+    "--model", required=True, metavar="PATH", type=click.Path(exists=True), help="GGUF file or safetensors folder."
+)
+@click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
+@click.option(
+    "--layers", type=LayerRange(), help="Half-open, as a Python slice: 0:15. Without it the Tracker places the Node."
+)
+@click.option(
+    "--memory", "memory_bytes", type=Memory(), help="What the Node may use when the Tracker places it, as 4GiB."
+)
+@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True)
+@click.option("--kv-tokens", type=click.IntRange(1), help="KV capacity in tokens [default: what fits into memory].")
+@click.option(
+    "--threads", type=click.IntRange(0), default=0, show_default=True, help="Compute threads; 0: the engine's choice."
+)
+@click.option("--dtype", help="Number format of the computation, as bfloat16 [default: the engine's own].")
+@click.option(
+    "--context-length", type=click.IntRange(1), help="Longest sequence [default: what the model was trained for]."
+)
+@click.option("--content-id", help="Refuse to serve a model with another digest.")
+@click.option("--advertise", "advertise_url", metavar="URL", help="URL by which others reach this Node.")
+@click.option(
+    "--identity",
+    "identity_path",
+    type=click.Path(path_type=Path),
+    help="Key file that keeps the Node's id over restarts.",
+)
+@click.option("--inline", is_flag=True, hidden=True, help="Scripted engine: inside this process.")
+@listener(0, "Port to listen on; 0: any free one.")
+@pass_invocation
+def node(
+    invocation: Invocation,
+    /,
+    *,
+    tracker_url: str | None,
+    layers: tuple[int, int] | None,
+    host: str,
+    insecure_plain_http: bool,
+    **given: Any,
+) -> None:
+    """Run a Node: some layers of a model.
+
+    It loads the layers, tests them, tells the Tracker, and computes them for sessions.
+    """
+    from shardline.node.run import run
+
+    configuration = invocation.configuration(tracker=tracker_url)
+    first, last = layers if layers is not None else (None, None)
+    _run(
+        invocation,
+        "node",
+        configuration,
+        lambda announce: NodeOptions(
+            settings=configuration.settings,
+            tracker_url=configuration.places.tracker,
+            host=host,
+            credential=credential_of(configuration),
+            state_dir=configuration.state_dir,
+            first=first,
+            last=last,
+            insecure_plain_http=insecure_plain_http,
+            announce=announce,
+            environment=environment(),
+            **given,
+        ),
+        run,
+    )
+
+
+def _run(
+    invocation: Invocation,
+    name: str,
+    configuration: Configuration,
+    options: Callable[[Any], Options],
+    run: Callable[[Options], Coroutine[Any, Any, None]],
+) -> None:
+    """Set up logs, run the role until a signal, and give a supervisor the reason of a failure."""
+    from shardline.cli.process import Announcer, run_until_signal
+    from shardline.telemetry.logs import configure_logs
+
+    announcer = Announcer(name, supervised=invocation.supervised)
+    configure_logs(role=name, style=configuration.places.log_format, level=configuration.places.log_level)
+    try:
+        run_until_signal(
+            run(options(announcer)), drain_s=configuration.settings.drain_s, lifeline=invocation.supervised
+        )
+    except ShardlineError as error:
+        announcer.failed(error)
+        raise

@@ -1,0 +1,82 @@
+"""How values are written on the command line: layer ranges, memory sizes; and how layers are shared out.
+
+Owns the parsing and its messages. Pure. Shown by tests/cli/test_values.py.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import click
+
+from shardline.errors import ShardlineError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class LayerRange(click.ParamType[tuple[int, int]]):
+    """`0:15` -> (0, 15): half-open, as a Python slice."""
+
+    name = "first:last"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"(\d{1,5}):(\d{1,5})", str(value))
+        if match is None:
+            self.fail(f"{value!r} is not a range such as 0:15 (half-open: layers 0 to 14)", param, ctx)
+        first, last = int(match[1]), int(match[2])
+        if first >= last:
+            self.fail(f"{value!r} holds no layer: the end is not part of the range", param, ctx)
+        return first, last
+
+
+class LayerRanges(click.ParamType[list[tuple[int, int]]]):
+    """`0:10,10:20,20:30` -> one range a Node."""
+
+    name = "first:last,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[tuple[int, int]]:
+        if isinstance(value, list):
+            return value
+        return [LayerRange().convert(text.strip(), param, ctx) for text in str(value).split(",")]
+
+
+class Memory(click.ParamType[int]):
+    """`4GiB`, `512M`, `1.5e9` -> bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())
+        if match is None or float(match[1]) <= 0:
+            self.fail(f"{value!r} is not a size such as 4GiB or 512MB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def split_evenly(n_layers: int, nodes: int) -> list[tuple[int, int]]:
+    """`nodes` contiguous ranges over all layers, sizes differing by at most one, the longer ones first."""
+    if not 1 <= nodes <= n_layers:
+        raise ShardlineError(
+            "layers_invalid", f"{nodes} Nodes cannot share {n_layers} layers: give 1 to {n_layers}", param="nodes"
+        )
+    size, longer = divmod(n_layers, nodes)
+    ends = [size * i + min(i, longer) for i in range(nodes + 1)]
+    return list(pairwise(ends))
+
+
+def check_cover(ranges: list[tuple[int, int]], n_layers: int) -> None:
+    """Refuse ranges that leave a layer of [0, n_layers) out, or that reach past it."""
+    reach = 0
+    for first, last in sorted(ranges):
+        if last > n_layers:
+            raise ShardlineError("layers_invalid", f"{first}:{last} reaches past the {n_layers} layers of the model")
+        if first > reach:
+            raise ShardlineError("layers_invalid", f"no Node has the layers {reach}:{first}")
+        reach = max(reach, last)
+    if reach < n_layers:
+        raise ShardlineError("layers_invalid", f"no Node has the layers {reach}:{n_layers}")

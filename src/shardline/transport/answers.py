@@ -44,7 +44,7 @@ def error_of(peer: str, status: int, headers: dict[str, str], body: bytes) -> Sh
 
 
 def decode(peer: str, response: Response, kind: type[T]) -> T:
-    """The answer as `kind`, which may be NoneType where nothing is told. Raises the error it carries, or `NotOurPeer`."""
+    """The answer as `kind` (NoneType: whether it succeeded). Raises the error that it carries, or `NotOurPeer`."""
     if response.status >= 400:
         raise error_of(peer, *response)
     if response.status >= 300:

@@ -43,6 +43,9 @@ async def read_body(receive: Receive, scope: Scope, limit: int, *, grace_s: floa
     encoding = header(scope, b"content-encoding")
     if encoding is not None and encoding.strip().lower() not in ("", "identity"):
         raise ShardlineError("unsupported_media_type", f"Content-Encoding {encoding[:40]} is not accepted")
+    transfer = header(scope, b"transfer-encoding")
+    if transfer is not None and transfer.strip().lower() != "chunked":
+        raise ShardlineError("unsupported_media_type", f"Transfer-Encoding {transfer[:40]} is not accepted")
     length = header(scope, b"content-length")
     if length is not None and (not length.isascii() or not length.isdigit() or int(length[:20]) > limit):
         raise _too_large(limit, f"the body has {length[:20]} bytes")

@@ -68,23 +68,19 @@ class ErrorBoundary:
         scope.setdefault("state", {})["request_id"] = answer.request_id
         try:
             await self._app(scope, receive, answer.send)
-        except ClientLeft:
-            return
-        except ShardlineError as error:
-            await answer.fail(error)
-        except HTTPException as error:
-            code, message = _BY_STATUS.get(error.status_code, ("internal", str(error.detail)))
-            if code == "internal" and error.status_code < 500:
-                code = "invalid_value"
-            await answer.fail(ShardlineError(code, message), dict(error.headers or {}))
-        except Exception:
+            await answer.finish()
+        except Exception as exception:
             # The boundary: nothing above could do anything with it but print a traceback to a stranger.
-            log.exception("request_failed", request_id=answer.request_id, path=scope["path"])
-            await answer.fail(
-                ShardlineError(
-                    "internal", f"internal error, request id {answer.request_id}", request_id=answer.request_id
-                )
-            )
+            cause = _single(exception)
+            if isinstance(cause, ClientLeft):
+                return
+            if isinstance(cause, ShardlineError):
+                await answer.fail(cause)
+            elif isinstance(cause, HTTPException):
+                await answer.fail(_error_of_status(cause.status_code), dict(cause.headers or {}))
+            else:
+                log.exception("request_failed", request_id=answer.request_id, path=scope["path"])
+                await answer.fail(_internal(answer.request_id))
 
     def _request_id(self, scope: Scope) -> str:
         for name, value in scope["headers"]:
@@ -93,6 +89,25 @@ class ErrorBoundary:
                 if _REQUEST_ID.fullmatch(text):
                     return str(text)
         return f"req-{self._prefix}-{next(self._numbers):x}"
+
+
+def _single(exception: Exception) -> Exception:
+    """What a task group raised for its one failed task; a group of several stays what it is."""
+    while isinstance(exception, ExceptionGroup) and len(exception.exceptions) == 1:
+        exception = exception.exceptions[0]
+    return exception
+
+
+def _error_of_status(status: int) -> ShardlineError:
+    """A router's own refusal, in our words."""
+    if status in _BY_STATUS:
+        return ShardlineError(*_BY_STATUS[status])
+    code = "invalid_value" if status < 500 else "internal"
+    return ShardlineError(code, f"the request was refused with status {status}")
+
+
+def _internal(request_id: str) -> ShardlineError:
+    return ShardlineError("internal", f"internal error, request id {request_id}", request_id=request_id)
 
 
 class _Answer:
@@ -107,22 +122,23 @@ class _Answer:
 
     async def send(self, message: Message) -> None:
         if self._replaced is not None:
-            if not message.get("more_body", False):
-                error, self._replaced = self._replaced, None
-                await self._whole(error, self._kept)
             return
         if message["type"] == "http.response.start":
             headers = list(message.get("headers", ()))
-            status = message["status"]
-            if status in _BY_STATUS and not _is_json(headers):
-                # A router's own plain text; ours have the error object.
-                self._replaced = ShardlineError(*_BY_STATUS[status])
+            if message["status"] >= 400 and not _is_json(headers):
+                # A router's own plain text. Held back, because it may be followed by the exception that it is about.
+                self._replaced = _error_of_status(message["status"])
                 self._kept = [(name, value) for name, value in headers if name.lower() == b"allow"]
                 return
             self._started = True
             headers.append((b"x-request-id", self.request_id.encode("latin-1")))
             message = {**message, "headers": headers}
         await self._send(message)
+
+    async def finish(self) -> None:
+        """The application has returned: send what stands in for its plain-text error, if it sent one."""
+        if self._replaced is not None:
+            await self._whole(self._replaced, self._kept)
 
     async def fail(self, error: ShardlineError, extra: dict[str, str] | None = None) -> None:
         if self._started:

@@ -81,7 +81,9 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.refuse(ShardlineError("too_many_connections", f"{limits.connections} connections are open"))
                 return
             # One that was opened and said nothing makes room for the newcomer, who may be in earnest.
-            next(iter(limits.unproven)).transport.abort()
+            oldest = next(iter(limits.unproven))
+            del limits.unproven[oldest]
+            oldest.transport.abort()
         limits.unproven[self] = None
         self._arm_head_timer()
 
@@ -111,7 +113,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._in_body:
             self._linger(len(data))
-        elif self.cycle is None or self.cycle.response_complete:
+        elif self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete):
             # Bytes came, and there is no request: its head is on the way, or is being dribbled.
             self._head_bytes += len(data) if counted else 0
             if self._head_bytes > self.limits.header_bytes:
@@ -155,6 +157,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._linger_timer.cancel()
             self._linger_timer = None
         super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            # The rest of a body that nobody wanted has come after all: the connection is idle from now on.
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     # Refusals
 

@@ -232,19 +232,27 @@ class HttpServer:
                 await self._unless_hurried(self._drained())
         except TimeoutError:
             log.warning("drain_incomplete", connections=len(self._state.connections), limit_s=limit_s)
-        for connection in list(self._state.connections):
-            connection.transport.abort()
-        await asyncio.sleep(0)
-        for task in list(self._state.tasks):
-            task.cancel()
-        if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=_CLOSE_S)
+        finally:
+            await self._cut()
         if self._lifespan is not None:
             try:
                 async with asyncio.timeout(max(_CLOSE_S, limit_s)):
                     await self._lifespan.shutdown()
             except TimeoutError:
                 log.warning("shutdown_incomplete", limit_s=limit_s)
+
+    async def _cut(self) -> None:
+        """End what is still open: connections first, so that no cancelled request tries to answer."""
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        if self._state.connections:
+            self._limits.empty.clear()
+            async with asyncio.timeout(_CLOSE_S):
+                await self._limits.empty.wait()
+        for task in list(self._state.tasks):
+            task.cancel()
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=_CLOSE_S)
 
     async def _drained(self) -> None:
         if self._drain is not None:

@@ -1,0 +1,219 @@
+"""Who may register: nonces, signatures, what a Node may say of itself, and the URL it may advertise.
+
+Owns every check of a statement before the Tracker calls anybody or changes anything. It dials nobody (dial.py) and
+remembers no Node (registry.py). No I/O; clocks are arguments. Shown by tests/tracker/test_admission.py.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import OrderedDict
+
+import msgspec
+
+from shardline.errors import ShardlineError
+from shardline.settings import PROTOCOL
+from shardline.transport.addresses import check_callable_address, make_url, split_url
+from shardline.wire.messages import Heartbeat, NodeInfo, NodeProof, Nonce, Registration, ShardInfo, StepTimes
+from shardline.wire.tickets import SignatureRefused, node_id_of, peek, verify
+
+NONCE_TTL_S = 30.0
+NONCE_LIMIT = 10_000
+CLOCK_SKEW_S = 60.0
+SHARD_LIMIT = 16
+PROBE_LIMIT = 64
+TEXT_LIMIT = 512
+_INT_LIMIT = 1 << 53
+"""Above it a JSON number is another one in half of the world's parsers, and a float overflows sooner or later."""
+
+
+class NonceBook:
+    """Nonces that were given out and not yet used: each is good once, for `NONCE_TTL_S`."""
+
+    def __init__(self) -> None:
+        self._given: OrderedDict[str, float] = OrderedDict()
+
+    def give(self, now: float) -> str:
+        """A fresh nonce; `queue_full` while too many are outstanding."""
+        while self._given and now - next(iter(self._given.values())) >= NONCE_TTL_S:
+            self._given.popitem(last=False)
+        if len(self._given) >= NONCE_LIMIT:
+            raise ShardlineError("queue_full", f"{NONCE_LIMIT} registrations have begun and not ended")
+        nonce = secrets.token_hex(16)
+        self._given[nonce] = now
+        return nonce
+
+    def take(self, nonce: str, now: float) -> bool:
+        """Whether `nonce` was given out, is not too old and was not taken before; then it is used up."""
+        given = self._given.pop(nonce, None)
+        return given is not None and now - given < NONCE_TTL_S
+
+
+class _Version(msgspec.Struct):
+    """Only the protocol of a statement that cannot be read otherwise."""
+
+    protocol: int | None = None
+
+
+class _VersionOf(msgspec.Struct):
+    info: _Version
+
+
+def refused(why: str) -> ShardlineError:
+    return ShardlineError("registration_refused", why)
+
+
+def check_protocol(theirs: int | str | None) -> None:
+    """Raise `protocol_mismatch` with both versions unless `theirs` is ours; none given is a mismatch, too."""
+    if str(theirs) != str(PROTOCOL):
+        shown = "none" if theirs is None else str(theirs)[:20]
+        raise ShardlineError(
+            "protocol_mismatch",
+            f"the Node speaks protocol {shown}, this Tracker speaks protocol {PROTOCOL}",
+            node_protocol=shown,
+            tracker_protocol=PROTOCOL,
+        )
+
+
+def open_registration(statement: str) -> tuple[Registration, bytes]:
+    """The registration in `statement` and the key that signed it: who speaks is known, and nothing else yet."""
+    try:
+        check_protocol(peek(statement, _VersionOf).info.protocol)
+        claimed = peek(statement, Registration)
+        public_key = bytes.fromhex(claimed.public_key)
+        if len(public_key) != 32:
+            raise refused("the public key is not an Ed25519 key of 32 bytes")
+        registration = verify(public_key, "register", statement, Registration)
+    except (SignatureRefused, ValueError) as error:
+        raise refused(f"the registration is not validly signed: {error}") from None
+    if registration.info.id != node_id_of(public_key):
+        raise refused(f"the id {registration.info.id!r:.80} does not belong to the key that signed")
+    return registration, public_key
+
+
+def check_fresh(registration: Registration, nonces: NonceBook, now: float, unix_time: float) -> None:
+    """The nonce is ours and unused, and the Node's clock is near ours."""
+    if not nonces.take(registration.nonce, now):
+        raise refused("the nonce is not one of this Tracker, is older than 30 s, or was used before")
+    skew = registration.time - unix_time
+    if abs(skew) > CLOCK_SKEW_S:
+        raise refused(f"the clocks of Node and Tracker differ by {skew:.0f} s, more than {CLOCK_SKEW_S:.0f} s allow")
+
+
+def check_url(url: str, *, loopback_ok: bool) -> None:
+    """Only scheme, host and port, and no address that nobody may make the Tracker call.
+
+    A host name is judged again by the address that it resolves to, before it is dialled.
+    """
+    try:
+        parts = split_url(url)
+    except ShardlineError as error:
+        raise refused(f"url: {error.message}") from None
+    if make_url(parts.scheme, parts.host, parts.port) != url:
+        raise refused(f"url {url!r:.200} must be scheme, host and port, and nothing else (http://host:port)")
+    check_callable_address(parts.host, loopback_ok=loopback_ok)
+
+
+def check_info(info: NodeInfo) -> None:
+    """What a Node says of itself can be true. Raises `registration_refused`, `layers_invalid`, `protocol_mismatch`."""
+    check_protocol(info.protocol)
+    engine = info.engine
+    for name, text in {
+        "host": info.host,
+        "version": info.version,
+        "engine.engine_class": engine.engine_class,
+        "engine.backend": engine.backend,
+    }.items():
+        _check_text(name, text)
+    kv = info.kv
+    counts = {
+        "pid": info.pid,
+        "memory_bytes": info.memory_bytes,
+        "rss_bytes": info.rss_bytes,
+        "kv.capacity_tokens": kv.capacity_tokens,
+        "kv.used_tokens": kv.used_tokens,
+        "kv.reserved_tokens": kv.reserved_tokens,
+        "kv.cached_tokens": kv.cached_tokens,
+        "kv.sessions": kv.sessions,
+    }
+    _check_counts(counts)
+    if len(info.shards) > SHARD_LIMIT:
+        raise refused(f"{len(info.shards)} Shards on one Node, at most {SHARD_LIMIT} are taken")
+    for shard in info.shards:
+        _check_shard(shard)
+    contents = {shard.content_id for shard in info.shards}
+    if len(contents) != len(info.shards):
+        # A route visits a Node once: one session key, one slot.
+        raise refused("two Shards of one Model Artifact on one Node: start a Node for each, or one wider Shard")
+
+
+def _check_shard(shard: ShardInfo) -> None:
+    _check_text("shard.model", shard.model)
+    _check_text("shard.content_id", shard.content_id)
+    if not 0 <= shard.first < shard.last <= shard.n_layers <= 100_000:
+        raise ShardlineError(
+            "layers_invalid",
+            f"layers {shard.first}:{shard.last} are no range of a model of {shard.n_layers} layers",
+            param="layers",
+        )
+    counts = {
+        "shard.prefill_chunk": shard.prefill_chunk,
+        "shard.context_length": shard.context_length,
+        "shard.vocab_size": shard.vocab_size,
+        "shard.kv_bytes_per_token": shard.kv_bytes_per_token,
+    }
+    _check_counts(counts)
+    if shard.state == "ready" and (shard.prefill_chunk < 1 or shard.context_length < 1):
+        raise refused("prefill_chunk and context_length of a ready Shard are at least 1")
+    if shard.times is not None:
+        _check_times(shard.times)
+
+
+def _check_times(times: StepTimes) -> None:
+    for name, value in (("decode_ms", times.decode_ms), ("prefill_ms_per_row", times.prefill_ms_per_row)):
+        if not 0 <= value <= 1e9:
+            raise refused(f"times.{name} is {value}: not a time in milliseconds")
+
+
+def _check_text(name: str, text: str) -> None:
+    if not text or len(text) > TEXT_LIMIT or not text.isprintable():
+        raise refused(f"{name} is empty, longer than {TEXT_LIMIT} characters, or not printable")
+
+
+def _check_counts(counts: dict[str, int]) -> None:
+    for name, value in counts.items():
+        if not 0 <= value < _INT_LIMIT:
+            raise refused(f"{name} is {value if abs(value) < _INT_LIMIT else 'too large'}: not a count")
+
+
+def open_heartbeat(statement: str, public_key: bytes, node_id: str) -> Heartbeat:
+    """The heartbeat that the Node of this key signed; raises what `check_info` raises, and `unauthorized`."""
+    try:
+        beat = verify(public_key, "heartbeat", statement, Heartbeat)
+    except SignatureRefused as error:
+        raise ShardlineError("unauthorized", f"the heartbeat is not one of Node {node_id}: {error}") from None
+    if beat.node != node_id or beat.info.id != node_id:
+        raise ShardlineError("unauthorized", f"the heartbeat is not one of Node {node_id}")
+    check_info(beat.info)
+    if len(beat.peers) > PROBE_LIMIT:
+        raise ShardlineError("invalid_value", f"more than {PROBE_LIMIT} probes in one heartbeat", param="peers")
+    for probe in beat.peers:
+        rtt = probe.rtt_ms
+        if rtt is not None and not (math.isfinite(rtt) and 0 <= rtt <= 1e9):
+            raise ShardlineError("invalid_value", "rtt_ms is not a time in milliseconds", param="peers")
+    return beat
+
+
+def check_proof(proof: NodeProof, registration_key: bytes, nonce: str, url: str) -> None:
+    """Who answered at `url` holds the key, for this nonce and this URL; raises `registration_refused`."""
+    check_protocol(proof.protocol)
+    node_id = node_id_of(registration_key)
+    if proof.id != node_id:
+        raise refused(f"another Node answers at {url}: {proof.id[:80]!r}, not {node_id}")
+    try:
+        signed = verify(registration_key, "node", proof.proof, Nonce)
+    except SignatureRefused as error:
+        raise refused(f"the answer from {url} is not signed by {node_id}: {error}") from None
+    if signed.nonce != nonce or signed.url != url:
+        raise refused(f"the answer from {url} is signed for another question")

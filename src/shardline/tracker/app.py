@@ -1,0 +1,143 @@
+"""The Tracker's HTTP: reads a body, calls `TrackerState`, writes the answer. It decides nothing.
+
+Owns paths, methods and status codes. Credential, protocol version, Origin and the shape of errors are those of every
+control plane (transport/boundary.py). Shown by tests/tracker/test_app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from prometheus_client import Counter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as Path
+from starlette.routing import Router
+from starlette.types import ASGIApp
+
+from shardline.errors import ShardlineError
+from shardline.tracker.state import TrackerState
+from shardline.transport.bodies import read_json
+from shardline.transport.boundary import ControlGate, ErrorBoundary
+from shardline.wire.messages import Outcome, PlacementRequest, RouteRequest, Signed
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+T = TypeVar("T")
+
+
+def create_app(state: TrackerState, credential: str) -> ASGIApp:
+    """The ASGI application of one Tracker. Its lifespan runs the expiry of silent Nodes."""
+
+    @asynccontextmanager
+    async def lifespan(app: object) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(state.watch())
+            yield
+            watch.cancel()
+
+    endpoints = _Endpoints(state)
+    router = Router(
+        [
+            Path("/healthz", endpoints.healthz),
+            Path("/readyz", endpoints.readyz),
+            Path("/metrics", endpoints.metrics),
+            Path("/v1/register/nonce", endpoints.nonce),
+            Path("/v1/nodes", endpoints.nodes),
+            Path("/v1/nodes", endpoints.register, methods=["POST"]),
+            Path("/v1/nodes/{node}/heartbeat", endpoints.heartbeat, methods=["POST"]),
+            Path("/v1/nodes/{node}", endpoints.leave, methods=["DELETE"]),
+            Path("/v1/models", endpoints.models),
+            Path("/v1/placement", endpoints.placement, methods=["POST"]),
+            Path("/v1/routes", endpoints.route, methods=["POST"]),
+            Path("/v1/routes/explain", endpoints.explain),
+            Path("/v1/routes/{route}/outcome", endpoints.outcome, methods=["POST"]),
+        ],
+        lifespan=lifespan,
+    )
+    return ErrorBoundary(ControlGate(router, credential=credential))
+
+
+class _Endpoints:
+    """One method a path."""
+
+    def __init__(self, state: TrackerState) -> None:
+        self._state = state
+
+    async def healthz(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def readyz(self, request: Request) -> Response:
+        return _json({"status": "ready", "models": self._state.check_ready()})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._state.render_metrics(), media_type=METRICS_TYPE)
+
+    async def nonce(self, request: Request) -> Response:
+        return _json(self._state.nonce())
+
+    async def nodes(self, request: Request) -> Response:
+        return _json(self._state.nodes())
+
+    async def register(self, request: Request) -> Response:
+        signed = await self._body(request, Signed)
+        return _json(await _counted(self._state.metrics.registrations, self._state.register(signed.statement)))
+
+    async def heartbeat(self, request: Request) -> Response:
+        signed = await self._body(request, Signed)
+        work = self._state.heartbeat(request.path_params["node"], signed.statement)
+        return _json(await _counted(self._state.metrics.heartbeats, work))
+
+    async def leave(self, request: Request) -> Response:
+        signed = await self._body(request, Signed)
+        self._state.leave(request.path_params["node"], signed.statement)
+        return _json({})
+
+    async def models(self, request: Request) -> Response:
+        return _json(self._state.models())
+
+    async def placement(self, request: Request) -> Response:
+        return _json(self._state.place(await self._body(request, PlacementRequest)))
+
+    async def route(self, request: Request) -> Response:
+        asked = await self._body(request, RouteRequest)
+
+        async def work() -> Any:
+            return self._state.route(asked)
+
+        return _json(await _counted(self._state.metrics.routes, work()))
+
+    async def outcome(self, request: Request) -> Response:
+        self._state.outcome(request.path_params["route"], await self._body(request, Outcome))
+        return _json({})
+
+    async def explain(self, request: Request) -> Response:
+        model = request.query_params.get("model")
+        if not model:
+            raise ShardlineError("invalid_value", "say which model: /v1/routes/explain?model=NAME", param="model")
+        kv_tokens = request.query_params.get("kv_tokens", "0")
+        if not (kv_tokens.isascii() and kv_tokens.isdigit() and len(kv_tokens) < 16):
+            raise ShardlineError("invalid_value", "kv_tokens is a count of tokens", param="kv_tokens")
+        return _json(self._state.explain(model, int(kv_tokens)))
+
+    async def _body(self, request: Request, kind: type[T]) -> T:
+        limit = self._state.settings.control_body_bytes
+        return await read_json(request.receive, request.scope, kind, limit)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _counted(counter: Counter, work: Awaitable[T]) -> T:
+    """Await `work`, and count how it ended: `ok`, or the code of the error."""
+    try:
+        answer = await work
+    except ShardlineError as error:
+        counter.labels(error.code).inc()
+        raise
+    counter.labels("ok").inc()
+    return answer

@@ -1,0 +1,363 @@
+"""The registry: every Node the Tracker knows, whether it lives, and what was reported about it and its links.
+
+Owns expiry, who is out of new routes and what brings it back, the account of sessions given since a Node last told,
+and the peers a Node is asked to probe. Who may register is admission.py's question. No I/O; the clock is an argument
+(monotonic seconds). Nothing here is judged by the clock alone: only `sweep` expires, so that a Tracker that stood
+still does not hold its own pause against the Nodes. Shown by tests/tracker/test_registry.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shardline.errors import ShardlineError
+from shardline.settings import Settings
+from shardline.tracker.coverage import Span, missing_ranges
+from shardline.tracker.selection import Candidate, Link
+from shardline.wire.messages import Heartbeat, NodeInfo, Peer, Registration, ShardInfo
+
+NODE_LIMIT = 10_000
+FORGET_S = 600.0
+"""How long an expired Node stays in the list, so that people see what is gone and its model stays known."""
+PEER_LIMIT = 8
+LINK_LIMIT = 256
+"""Measured links that are kept for one Node; the one measured longest ago makes room."""
+OPENING_S = 0.25
+"""A session given this shortly before a heartbeat is not in the heartbeat's figures yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What takes a Node out of new routes until it was dialled back once more."""
+
+    at: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One session that a route promised to a Node."""
+
+    at: float
+    kv_tokens: int
+
+
+@dataclass(slots=True)
+class LinkRecord:
+    """The way from the Node that holds this to one peer."""
+
+    rtt_ms: float | None = None
+    ok: bool | None = None
+    measured_at: float | None = None
+    reported: str | None = None
+    """Why no route may use it."""
+    clear_from: int = 0
+    """Number of the first heartbeat whose probes were certainly made after the report."""
+
+
+@dataclass(slots=True)
+class NodeRecord:
+    """One Node. Only the registry writes here."""
+
+    info: NodeInfo
+    public_key: bytes
+    url: str
+    """As it was dialled back: an address, never a name."""
+    epoch: str
+    seen_at: float
+    deadline: float
+    count: int = -1
+    expired_at: float | None = None
+    leaving: bool = False
+    fault: Fault | None = None
+    given: dict[str, Given] = field(default_factory=dict)
+    """Route id -> session, of those that the Node's own figures do not hold yet."""
+    links: dict[str, LinkRecord] = field(default_factory=dict)
+    asked: frozenset[str] = frozenset()
+    """Peers that this Node was asked to probe: it is believed about no others."""
+
+    @property
+    def beats(self) -> bool:
+        return self.expired_at is None
+
+    @property
+    def state(self) -> str:
+        if not self.beats:
+            return "expired"
+        if self.leaving:
+            return "leaving"
+        return "ready" if self.fault is None and self.info.health.alive else "out"
+
+    @property
+    def reason(self) -> str | None:
+        """Why this Node takes no new sessions; None when it does."""
+        if not self.beats:
+            return "it is silent"
+        if self.leaving:
+            return "it is leaving"
+        if self.fault is not None:
+            return f"{self.fault.reason}; it returns with a heartbeat that is dialled back"
+        if not self.info.health.alive:
+            return f"its engine is down: {self.info.health.last_error or 'no reason given'}"
+        return None
+
+    def bars(self, shard: ShardInfo) -> str | None:
+        """Why no route may use `shard` of this Node; None when one may."""
+        if self.reason is not None:
+            return self.reason
+        if shard.state != "ready":
+            return f"{shard.state}: {shard.reason}" if shard.reason else shard.state
+        if shard.first == 0 and shard.text_digest is None:
+            return "it is a head without a text bundle"
+        return None
+
+
+class Registry:
+    """Nodes by id. Every method is one event; between two events nothing changes."""
+
+    def __init__(self, settings: Settings, epoch: str) -> None:
+        self.settings = settings
+        self.epoch = epoch
+        self.nodes: dict[str, NodeRecord] = {}
+        self._registrations = 0
+
+    # What routing reads.
+
+    def candidates(self) -> list[Candidate]:
+        """Every Shard of every Node that is known, those that no route may use with the reason."""
+        found = []
+        for node_id, record in self.nodes.items():
+            kv = record.info.kv
+            reserved = kv.reserved_tokens + sum(g.kv_tokens for g in record.given.values())
+            for shard in record.info.shards:
+                found.append(
+                    Candidate(
+                        node=node_id,
+                        url=record.url,
+                        engine_class=record.info.engine.engine_class,
+                        shard=shard,
+                        kv_capacity=kv.capacity_tokens,
+                        kv_reserved=reserved,
+                        sessions=kv.sessions + len(record.given),
+                        barred=record.bars(shard),
+                    )
+                )
+        return found
+
+    def link(self, source: str, to: str) -> Link | None:
+        record = self.nodes.get(source)
+        link = None if record is None else record.links.get(to)
+        return None if link is None else Link(link.rtt_ms, link.ok, link.reported)
+
+    def beating(self) -> Iterator[NodeRecord]:
+        return (record for record in self.nodes.values() if record.beats)
+
+    # Membership.
+
+    def check_identity(self, node_id: str, url: str) -> None:
+        """Raise `identity_in_use` while a Node of this id beats at another URL."""
+        record = self.nodes.get(node_id)
+        if record is not None and record.beats and record.info.url != url:
+            raise ShardlineError(
+                "identity_in_use",
+                f"Node {node_id} already runs at {record.info.url} (process {record.info.pid}, host"
+                f" {record.info.host}): two Nodes cannot share one identity",
+                node=node_id,
+                url=record.info.url,
+            )
+
+    def register(self, registration: Registration, public_key: bytes, dialled_url: str, now: float) -> NodeRecord:
+        """Take a Node in whose registration was admitted and whose URL was dialled back."""
+        info = registration.info
+        self.check_identity(info.id, info.url)
+        old = self.nodes.get(info.id)
+        if old is None and len(self.nodes) >= NODE_LIMIT and not self._forget_one():
+            raise ShardlineError("registration_refused", f"{NODE_LIMIT} Nodes are registered: no more are taken")
+        self._registrations += 1
+        record = NodeRecord(
+            info=info,
+            public_key=public_key,
+            url=dialled_url,
+            # Of this registration alone: heartbeats of an earlier one, or of a second process, do not fit.
+            epoch=f"{self.epoch}-{self._registrations}",
+            seen_at=now,
+            deadline=now + self.settings.tracker_expiry_s,
+        )
+        if old is not None:
+            # A report about a link outlives the process at its end; what it measured does not.
+            record.links = {to: LinkRecord(reported=link.reported) for to, link in old.links.items() if link.reported}
+        self.nodes[info.id] = record
+        return record
+
+    def _forget_one(self) -> bool:
+        gone = [(r.expired_at, node_id) for node_id, r in self.nodes.items() if r.expired_at is not None]
+        if gone:
+            self._forget(min(gone)[1])
+        return bool(gone)
+
+    def registered(self, node_id: str, epoch: str | None = None) -> NodeRecord:
+        """The Node of this id that beats; raises `unknown_node`, upon which it registers again."""
+        record = self.nodes.get(node_id)
+        if record is None or not record.beats or (epoch is not None and epoch != record.epoch):
+            raise ShardlineError("unknown_node", f"Node {node_id!r:.80} is not registered here", node=node_id[:80])
+        return record
+
+    def heartbeat(self, beat: Heartbeat, now: float) -> NodeRecord:
+        """Take what a Node says of itself and its links; `beat` is verified."""
+        record = self.registered(beat.node, beat.epoch)
+        if beat.info.url != record.info.url:
+            raise ShardlineError("unknown_node", f"Node {beat.node} is registered with another URL", node=beat.node)
+        if beat.count <= record.count:
+            raise ShardlineError(
+                "invalid_value", f"heartbeat {beat.count} is not newer than {record.count}", param="count"
+            )
+        record.count = beat.count
+        record.info = beat.info
+        record.seen_at = now
+        record.deadline = now + self.settings.tracker_expiry_s
+        record.leaving = record.leaving or beat.leaving
+        record.given = {route: g for route, g in record.given.items() if g.at > now - OPENING_S}
+        self._measure(record, beat, now)
+        return record
+
+    def _measure(self, record: NodeRecord, beat: Heartbeat, now: float) -> None:
+        for probe in beat.peers:
+            if probe.peer not in record.asked or probe.peer not in self.nodes:
+                continue
+            old = record.links.pop(probe.peer, None) or LinkRecord()
+            cleared = probe.ok and beat.count >= old.clear_from
+            # Put in at the end: the order of the dictionary is that of the measurements.
+            record.links[probe.peer] = LinkRecord(
+                rtt_ms=probe.rtt_ms if probe.rtt_ms is not None else old.rtt_ms,
+                ok=probe.ok,
+                measured_at=now,
+                reported=None if cleared else old.reported,
+                clear_from=old.clear_from,
+            )
+        while len(record.links) > LINK_LIMIT:
+            spare = (peer for peer, link in record.links.items() if link.reported is None)
+            del record.links[next(spare, next(iter(record.links)))]
+
+    def leave(self, node_id: str) -> None:
+        """Forget a Node that has said goodbye."""
+        self._forget(node_id)
+
+    def _forget(self, node_id: str) -> None:
+        self.nodes.pop(node_id, None)
+        for record in self.nodes.values():
+            record.links.pop(node_id, None)
+
+    def expire(self, node_id: str, record: NodeRecord, now: float) -> None:
+        """A Node was found to be gone before its deadline; one that has registered since is another."""
+        if self.nodes.get(node_id) is record:
+            record.expired_at = now
+
+    def excuse(self, paused_s: float) -> None:
+        """The Tracker itself stood still for `paused_s`: no Node could be heard, so every deadline moves by it."""
+        for record in self.nodes.values():
+            record.deadline += paused_s
+
+    def sweep(self, now: float) -> list[str]:
+        """Expire the Nodes whose deadline is over, and return their ids; forget those that expired long ago."""
+        expired = []
+        for node_id, record in list(self.nodes.items()):
+            if record.expired_at is not None:
+                if now - record.expired_at >= FORGET_S:
+                    self._forget(node_id)
+                continue
+            if now >= record.deadline:
+                record.expired_at = now
+                expired.append(node_id)
+        return expired
+
+    # Reports.
+
+    def give(self, route: str, nodes: Sequence[str], kv_tokens: int, now: float) -> None:
+        """Count a session that was promised to `nodes`, until they tell of it themselves."""
+        for node_id in nodes:
+            self.nodes[node_id].given[route] = Given(now, kv_tokens)
+
+    def end(self, route: str, nodes: Sequence[str]) -> None:
+        """The session of `route` is over."""
+        for node_id in nodes:
+            record = self.nodes.get(node_id)
+            if record is not None:
+                record.given.pop(route, None)
+
+    def report_node(self, node_id: str, reason: str, now: float) -> None:
+        """Take a Node out of new routes until `dialled_back`."""
+        record = self.nodes.get(node_id)
+        if record is not None and record.beats:
+            record.fault = Fault(now, reason)
+
+    def dialled_back(self, node_id: str, fault: Fault) -> None:
+        """The Node answered a dial that began after `fault`; one that was reported since stays."""
+        record = self.nodes.get(node_id)
+        if record is not None and record.fault is fault:
+            record.fault = None
+
+    def report_link(self, source: str, to: str, reason: str) -> None:
+        """Take the way from `source` to `to` out until a probe over it, made after this, succeeds.
+
+        The heartbeat after next is the first whose probes were certainly made later: the next one may be on its way.
+        """
+        record = self.nodes.get(source)
+        if record is None or to not in self.nodes:
+            return
+        link = record.links.setdefault(to, LinkRecord())
+        link.reported = reason
+        link.clear_from = record.count + 2
+
+    # What a Node is told.
+
+    def waiting(self, node_id: str) -> list[tuple[int, int]]:
+        """Layer ranges of the model of this Node that are missing beside its own Shards."""
+        info = self.nodes[node_id].info
+        served = [c.shard for c in self.candidates() if c.barred is None and c.engine_class == info.engine.engine_class]
+        for own in info.shards:
+            spans = [Span(s.first, s.last) for s in (own, *served) if _same(s, own)]
+            missing = missing_ranges(spans, own.n_layers)
+            if missing:
+                return list(missing)
+        return []
+
+    def peers(self, node_id: str) -> list[Peer]:
+        """Up to 8 Nodes whose Shards follow on this Node's (behind a tail: the heads), to be probed.
+
+        First the links that only a probe can bring back, then those never measured, then the oldest measurements.
+        """
+        record = self.nodes[node_id]
+        engine_class = record.info.engine.engine_class
+        following = set()
+        for other_id, other in self.nodes.items():
+            if other_id == node_id or other.info.engine.engine_class != engine_class:
+                continue
+            if any(
+                _follows(own, theirs) and other.bars(theirs) is None
+                for own in record.info.shards
+                for theirs in other.info.shards
+            ):
+                following.add(other_id)
+        chosen = sorted(following, key=lambda peer: _urgency(record, peer))[:PEER_LIMIT]
+        record.asked = frozenset((*record.asked, *chosen)) & following
+        return [Peer(node=peer, url=self.nodes[peer].url) for peer in chosen]
+
+
+def _same(a: ShardInfo, b: ShardInfo) -> bool:
+    return a.content_id == b.content_id and a.n_layers == b.n_layers
+
+
+def _follows(own: ShardInfo, theirs: ShardInfo) -> bool:
+    """Whether some route could lead from one to the other; a Shard of all layers is a route by itself."""
+    whole = own.n_layers in (own.last - own.first, theirs.last - theirs.first)
+    return _same(own, theirs) and theirs.first == own.last % own.n_layers and not whole
+
+
+def _urgency(record: NodeRecord, peer: str) -> tuple[int, float, str]:
+    link = record.links.get(peer)
+    if link is not None and link.reported is not None:
+        return 0, link.measured_at or 0.0, peer
+    if link is None or link.measured_at is None:
+        return 1, 0.0, peer
+    return 2, link.measured_at, peer

@@ -1,0 +1,313 @@
+"""The Tracker without its HTTP: a statement or a request comes in, an answer or a `ShardlineError` goes out.
+
+Joins the pure rules (admission, registry, selection, placement, tickets) with the two things they lack: clocks, and
+the dial-back. Owns the order of the checks. Shown by tests/tracker/test_state.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shardline.errors import ShardlineError
+from shardline.settings import PROTOCOL, Settings
+from shardline.tracker import admission
+from shardline.tracker.coverage import choose, models
+from shardline.tracker.explain import Explanation, explain
+from shardline.tracker.metrics import TrackerMetrics
+from shardline.tracker.placement import Claims, holdings_of, place
+from shardline.tracker.registry import NodeRecord, Registry
+from shardline.tracker.selection import Query
+from shardline.tracker.tickets import RouteBook, TicketOffice, blames
+from shardline.transport.addresses import make_url, resolve_checked, split_url
+from shardline.transport.failures import HttpFailure
+from shardline.transport.http_client import HttpClient
+from shardline.wire.messages import (
+    HeartbeatAnswer,
+    ModelList,
+    NodeInfo,
+    NodeProof,
+    Outcome,
+    PlacementAnswer,
+    PlacementRequest,
+    RegisterAnswer,
+    RouteAnswer,
+    RouteRequest,
+    TrackerNonce,
+)
+
+PROOF_BYTES = 64 << 10
+AVOID_LIMIT = 256
+
+Dial = Callable[[str, str], Awaitable[NodeProof]]
+"""(URL made of an address, nonce) -> what answers there. Follows no redirect, sends no credential."""
+Resolve = Callable[[str, int], Awaitable[tuple[str, int]]]
+"""(host, port) -> the one address to dial; refuses addresses that nobody may make us call."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Monotonic seconds for what lasts, Unix seconds for what is signed."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
+
+
+def dial_with(client: HttpClient, settings: Settings) -> Dial:
+    """The real dial-back: `GET /v1/node?nonce=…`, and nothing else."""
+
+    async def dial(url: str, nonce: str) -> NodeProof:
+        return await client.json(
+            "GET",
+            f"{url}/v1/node?nonce={nonce}",
+            NodeProof,
+            timeout_s=settings.dial_back_s,
+            limit="dial_back",
+            max_body=PROOF_BYTES,
+            authorize=False,
+        )
+
+    return dial
+
+
+class TrackerState:
+    """All that one Tracker knows and does. `loopback`: it listens on loopback, so its Nodes may do so, too."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        dial: Dial,
+        loopback: bool,
+        key: Ed25519PrivateKey | None = None,
+        resolve: Resolve | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.settings = settings
+        self.loopback = loopback
+        self.clock = clock or Clock()
+        self.metrics = TrackerMetrics()
+        self.office = TicketOffice(key or Ed25519PrivateKey.generate(), settings.ticket_ttl_s)
+        self.registry = Registry(settings, self.office.epoch)
+        self.claims = Claims()
+        self.book = RouteBook(settings.session_s)
+        self._nonces = admission.NonceBook()
+        self._dial = dial
+        self._resolve = resolve or self._resolve_checked
+        self._swept_at = self.clock.monotonic()
+
+    async def _resolve_checked(self, host: str, port: int) -> tuple[str, int]:
+        return await resolve_checked(host, port, self.loopback, timeout_s=self.settings.dial_back_s)
+
+    # Membership.
+
+    def nonce(self) -> TrackerNonce:
+        return TrackerNonce(nonce=self._nonces.give(self.clock.monotonic()), protocol=PROTOCOL)
+
+    async def register(self, statement: str) -> RegisterAnswer:
+        """Take a Node in: everything that can be refused unseen is, before anybody is dialled."""
+        registration, public_key = admission.open_registration(statement)
+        info = registration.info
+        admission.check_fresh(registration, self._nonces, self.clock.monotonic(), self.clock.unix())
+        admission.check_url(info.url, loopback_ok=self.loopback)
+        admission.check_info(info)
+        await self._settle_identity(info)
+        dialled_url = await self._prove(info.url, info.url, public_key)
+        record = self.registry.register(registration, public_key, dialled_url, self.clock.monotonic())
+        self.claims.redeem(info)
+        log.info("node_registered", node=info.id, url=info.url, shards=len(info.shards))
+        return RegisterAnswer(
+            node=info.id,
+            ticket_key=self.office.public_key.hex(),
+            epoch=record.epoch,
+            heartbeat_s=self.settings.tracker_heartbeat_s,
+            waiting=self.registry.waiting(info.id),
+        )
+
+    async def _settle_identity(self, info: NodeInfo) -> None:
+        """Refuse a second Node of one identity while the first is there; one that was killed is not in the way."""
+        try:
+            self.registry.check_identity(info.id, info.url)
+        except ShardlineError:
+            first = self.registry.nodes[info.id]
+            try:
+                await self._prove(first.url, first.info.url, first.public_key)
+            except ShardlineError:
+                self.registry.expire(info.id, first, self.clock.monotonic())
+                return
+            raise
+
+    async def _prove(self, at: str, url: str, public_key: bytes) -> str:
+        """Dial the Node that goes by `url` at the URL `at`; raises unless the owner of the key answers for `url`.
+
+        Returns the URL that was dialled, its host an address: what others are told, so that no name is resolved
+        again to something else.
+        """
+        parts = split_url(at)
+        nonce = secrets.token_hex(16)
+        try:
+            async with asyncio.timeout(self.settings.dial_back_s):
+                host, port = await self._resolve(parts.host, parts.port)
+                dialled = make_url(parts.scheme, host, port)
+                proof = await self._answer_from(dialled, url, nonce)
+        except TimeoutError:
+            raise admission.refused(
+                f"{url} was called back and did not answer within the limit dial_back ({self.settings.dial_back_s:g} s)"
+            ) from None
+        admission.check_proof(proof, public_key, nonce, url)
+        return dialled
+
+    async def _answer_from(self, dialled: str, url: str, nonce: str) -> NodeProof:
+        try:
+            return await self._dial(dialled, nonce)
+        except (HttpFailure, ShardlineError) as error:
+            raise admission.refused(
+                f"{url} was called back and did not answer as a Node does: {str(error)[:300]}"
+            ) from None
+
+    async def heartbeat(self, node_id: str, statement: str) -> HeartbeatAnswer:
+        """Take a heartbeat; a Node that was reported is dialled, and is back if it answers."""
+        record = self.registry.registered(node_id)
+        beat = admission.open_heartbeat(statement, record.public_key, node_id)
+        record = self.registry.heartbeat(beat, self.clock.monotonic())
+        fault = record.fault
+        if fault is not None and not record.leaving:
+            try:
+                await self._prove(record.url, record.info.url, record.public_key)
+            except ShardlineError as error:
+                log.warning("node_still_out", node=node_id, reason=error.message)
+            else:
+                self.registry.dialled_back(node_id, fault)
+            self.registry.registered(node_id, record.epoch)
+        return HeartbeatAnswer(peers=self.registry.peers(node_id))
+
+    def leave(self, node_id: str, statement: str) -> None:
+        """A goodbye: a heartbeat with `leaving`, after which nothing more comes."""
+        record = self.registry.registered(node_id)
+        beat = admission.open_heartbeat(statement, record.public_key, node_id)
+        if not beat.leaving:
+            raise ShardlineError("invalid_value", "a goodbye says so: leaving is true", param="leaving")
+        self.registry.heartbeat(beat, self.clock.monotonic())
+        self.registry.leave(node_id)
+        log.info("node_left", node=node_id)
+
+    def nodes(self) -> dict[str, Any]:
+        """`GET /v1/nodes`."""
+        now = self.clock.monotonic()
+        return {"nodes": [self._node(node_id, now) for node_id in sorted(self.registry.nodes)]}
+
+    def _node(self, node_id: str, now: float) -> dict[str, Any]:
+        record: NodeRecord = self.registry.nodes[node_id]
+        links = sorted(record.links.items())
+        return {
+            **msgspec.to_builtins(record.info),
+            "dialled_url": record.url,
+            "state": record.state,
+            "reason": record.reason,
+            "last_seen_s": round(now - record.seen_at, 3),
+            "peers": [
+                {"peer": peer, "rtt_ms": link.rtt_ms, "ok": link.ok, "out": link.reported} for peer, link in links
+            ],
+        }
+
+    def sweep(self, interval_s: float) -> None:
+        """Expire silent Nodes; to be called every `interval_s`.
+
+        A call that comes late gives every Node the time that the Tracker lost, and judges nobody: what the Nodes
+        sent meanwhile waits on the sockets and is read before the next call.
+        """
+        now = self.clock.monotonic()
+        late = now - self._swept_at - interval_s
+        self._swept_at = now
+        if late > self.settings.late_timer_s:
+            log.warning("tracker_paused", seconds=round(late, 3))
+            self.registry.excuse(late)
+            return
+        for node_id in self.registry.sweep(now):
+            self.metrics.expired.inc()
+            log.warning("node_expired", node=node_id)
+
+    async def watch(self) -> None:
+        """Sweep until cancelled."""
+        interval_s = min(0.5, self.settings.tracker_expiry_s / 8)
+        self._swept_at = self.clock.monotonic()
+        while True:
+            await asyncio.sleep(interval_s)
+            self.sweep(interval_s)
+
+    # What is served, and by whom.
+
+    def models(self) -> ModelList:
+        return ModelList(models=models(self.registry.candidates(), self.registry.link))
+
+    def place(self, request: PlacementRequest) -> PlacementAnswer:
+        """The layers for a Node that starts; they are held for it until it registers, or a minute."""
+        now = self.clock.monotonic()
+        held = [h for r in self.registry.beating() if not r.leaving for h in holdings_of(r.info)]
+        answer = place(request, [*held, *self.claims.holdings(now)])
+        self.claims.add(request, answer, now)
+        return answer
+
+    def route(self, request: RouteRequest) -> RouteAnswer:
+        """The cheapest route and its tickets; the sessions count on its Nodes at once, so that bursts spread."""
+        _check_route_request(request)
+        now = self.clock.monotonic()
+        query = Query(request.kv_tokens, frozenset(request.avoid_nodes), frozenset(request.avoid_links))
+        with self.metrics.selection.time():
+            choice = choose(self.registry.candidates(), self.registry.link, query, request.model)
+            answer = self.office.issue(choice, request, self.registry.link, self.clock.unix())
+        self.registry.give(answer.route.id, [hop.node for hop in answer.route.hops], request.kv_tokens, now)
+        self.book.add(answer.route, now)
+        return answer
+
+    def outcome(self, route_id: str, outcome: Outcome) -> None:
+        """How a session ended. Only for routes that were given here, once each: nobody can blame at will."""
+        now = self.clock.monotonic()
+        route = self.book.close(route_id, outcome, now)
+        self.metrics.outcomes.labels(outcome.status).inc()
+        self.registry.end(route_id, route.nodes)
+        if not blames(outcome):
+            return
+        reason = f"reported: {outcome.code or 'failed'}"
+        if outcome.node is not None:
+            self.registry.report_node(outcome.node, reason, now)
+        if outcome.link is not None:
+            self.registry.report_link(*outcome.link, reason)
+        log.warning("fault_reported", route=route_id, code=outcome.code, node=outcome.node, link=outcome.link)
+
+    def explain(self, model: str, kv_tokens: int) -> Explanation:
+        return explain(self.registry.candidates(), self.registry.link, Query(kv_tokens), model)
+
+    def check_ready(self) -> list[str]:
+        """The names of models that can be used now; `model_unavailable` with what is missing while there is none."""
+        known = self.models().models
+        ready = [m.model for m in known if m.ready]
+        if ready:
+            return ready
+        lacks = [{"model": m.model, "content_id": m.content_id, "missing": m.missing} for m in known[:16]]
+        named = "; ".join(f"{m.model} lacks layers " + ", ".join(f"{a}:{b}" for a, b in m.missing) for m in known[:3])
+        raise ShardlineError("model_unavailable", named or "no Node serves a model yet", models=lacks)
+
+    def render_metrics(self) -> bytes:
+        states = [record.state for record in self.registry.nodes.values()]
+        return self.metrics.render(states, sum(m.ready for m in self.models().models))
+
+
+def _check_route_request(request: RouteRequest) -> None:
+    if not 1 <= request.kv_tokens < 1 << 53:
+        raise ShardlineError("invalid_value", "kv_tokens is at least 1", param="kv_tokens")
+    if not request.gateway or len(request.gateway) > admission.TEXT_LIMIT:
+        raise ShardlineError("invalid_value", "gateway names the Gateway that asks", param="gateway")
+    for name, avoided in (("avoid_nodes", request.avoid_nodes), ("avoid_links", request.avoid_links)):
+        if len(avoided) > AVOID_LIMIT:
+            raise ShardlineError("invalid_value", f"more than {AVOID_LIMIT} to avoid", param=name)

@@ -106,7 +106,7 @@ class NodeApp:
                 leaving.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._host.close(key)
+            self._host.sessions.close(key)
 
     @staticmethod
     async def _write(stream: SessionStream, send: Send) -> None:
@@ -117,17 +117,17 @@ class NodeApp:
         """A connection that breaks means what DELETE means."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._host.close(key)
+        self._host.sessions.close(key)
 
     async def _close(self, key: str, send: Send) -> None:
         if not _KEY.fullmatch(key):
             raise ShardlineError("invalid_value", "a session key is 32 hex digits", param="key")
-        closed = self._host.close(bytes.fromhex(key))
+        closed = self._host.sessions.close(bytes.fromhex(key))
         await send_json(send, {"closed": closed})
 
     async def _beats(self, scope: Scope, receive: Receive, send: Send) -> None:
         beats = await read_json(receive, scope, Beats, self._settings.control_body_bytes)
-        self._host.beat(beats.gateway)
+        self._host.sessions.beat(beats.gateway)
         await send_json(send, {})
 
     async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:

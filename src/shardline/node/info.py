@@ -100,10 +100,10 @@ def node_info(host: ShardHost, identity: Identity, planned: Planned, settings: S
         health=host.engine.health(),
         shards=[shard_info(host, planned)],
         kv=KvInfo(
-            capacity_tokens=host.ledger.capacity,
+            capacity_tokens=host.sessions.ledger.capacity,
             used_tokens=host.engine.kv(),
-            reserved_tokens=host.ledger.reserved,
-            sessions=host.sessions,
+            reserved_tokens=host.sessions.ledger.reserved,
+            sessions=len(host.sessions),
         ),
         limits=NodeLimits(step_body_bytes=settings.step_body_bytes, queue_bytes=settings.queue_bytes),
         queue_bytes=host.queue_bytes,

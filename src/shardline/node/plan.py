@@ -16,7 +16,7 @@ import psutil
 
 from shardline.artifact.identity import content_id
 from shardline.errors import ShardlineError
-from shardline.formats import gguf, layers, safetensors
+from shardline.formats import gguf_files, layers, safetensors
 from shardline.model.backend import ShardDescription
 from shardline.options import NodeOptions
 
@@ -84,13 +84,14 @@ def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
     cache = options.state_dir / "content-ids"
     if path.is_dir():
         return _inspect_folder(path, options, cache)
-    header = gguf.read_header(path)
+    model = gguf_files.read_model(path)
+    header = model.header
     architecture = header.text("general.architecture") or ""
     n_layers = header.integer(f"{architecture}.block_count") or 0
     element_bytes = _DTYPE_BYTES.get(options.dtype or "float32", 4)
-    sizes = {name: math.prod(t.shape) * element_bytes for name, t in header.tensors.items()}
+    sizes = {name: math.prod(t.shape) * element_bytes for name, t in model.tensors.items()}
     name = header.text("general.name") or path.stem
-    return _facts(name, content_id(path, cache), n_layers, sizes, options)
+    return _facts(name, content_id(path, cache_dir=cache), n_layers, sizes, options)
 
 
 def _inspect_folder(path: Path, options: NodeOptions, cache: Path) -> ModelFacts:
@@ -101,7 +102,7 @@ def _inspect_folder(path: Path, options: NodeOptions, cache: Path) -> ModelFacts
     n_layers = next((n for n in counts if isinstance(n, int) and n > 0), 0)
     stored = _DTYPE_BYTES.get(options.dtype or "")
     sizes = {name: math.prod(t.shape) * (stored or _STORED_BYTES.get(t.dtype, 4)) for name, t in folder.tensors.items()}
-    return _facts(path.resolve().name, content_id(path, cache), n_layers, sizes, options)
+    return _facts(path.resolve().name, content_id(path, cache_dir=cache), n_layers, sizes, options)
 
 
 def _facts(name: str, identity: str, n_layers: int, sizes: dict[str, int], options: NodeOptions) -> ModelFacts:

@@ -140,9 +140,16 @@ class _Node:
 
     async def serve(self, sock: socket.socket) -> None:
         """Everything at work, until cancelled; then the goodbye, in order."""
-        settings, options = self._settings, self._options
-        url = options.advertise_url or make_url("http", *sock.getsockname()[:2])
+        url = self._options.advertise_url or make_url("http", *sock.getsockname()[:2])
         identity = Identity(key=self._key, url=url.rstrip("/"))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._serve(sock, identity, tasks)
+        except* ShardlineError as group:
+            raise group.exceptions[0] from None
+
+    async def _serve(self, sock: socket.socket, identity: Identity, tasks: asyncio.TaskGroup) -> None:
+        settings, options = self._settings, self._options
         host = ShardHost(
             node_id=identity.node_id,
             settings=settings,
@@ -151,6 +158,7 @@ class _Node:
             probe=self._reaches,
             kv_capacity=self._capacity,
             prefill_chunk=lambda times: choose_prefill_chunk(times.prefill_ms_per_row, settings),
+            tasks=tasks,
         )
 
         def info() -> NodeInfo:
@@ -169,28 +177,20 @@ class _Node:
         server = HttpServer(node_app(app, options.credential), sock=sock, settings=settings, lifespan="off")
         await server.start()
         options.announce("listening", url=identity.url, node=identity.node_id, model=self._facts.name)
+        running = [tasks.create_task(work) for work in (host.run(), presence.run())]
         try:
-            await self._work(host, presence)
+            await self._announce_ready(host, presence)
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            options.announce("draining", sessions=len(host.sessions))
+            await presence.leaving()
+            await host.drain()
+            raise
         finally:
+            for task in running:
+                task.cancel()
             await self._engine.stop()
             await server.stop(_STOP_S)
-
-    async def _work(self, host: ShardHost, presence: Presence) -> None:
-        """Run until cancelled. The host outlives the wish to stop by its drain."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                hosting = tasks.create_task(host.run())
-                staying = tasks.create_task(presence.run())
-                tasks.create_task(self._announce_ready(host, presence))
-                try:
-                    await asyncio.wait({hosting, staying}, return_when=asyncio.FIRST_COMPLETED)
-                except asyncio.CancelledError:
-                    self._options.announce("draining", sessions=host.sessions)
-                    await presence.leaving()
-                    await host.drain()
-                    raise
-        except* ShardlineError as group:
-            raise group.exceptions[0] from None
 
     def _state_changed(self, host: ShardHost, presence: Presence) -> None:
         presence.changed()

@@ -1,0 +1,210 @@
+"""The open sessions of one Node: from a verified ticket to a freed cache, and who still listens.
+
+Owns slots, their streams, the KV ledger and the watch over Gateways. Which step runs when is host.py's; the rules of
+one session are in slots.py. A slot is freed once, between two engine calls. Shown by tests/node/test_sessions.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import time
+from collections.abc import Callable, Iterator
+
+from shardline.errors import ShardlineError
+from shardline.model.backend import ShardDescription, SlotSpec
+from shardline.model.engine import Engine
+from shardline.node.slots import KvLedger, Slot
+from shardline.node.stream import SessionStream
+from shardline.settings import Settings
+from shardline.wire.messages import Beat, Closed, Failed, Opened, OpenSession, Ticket
+
+_STREAM_SLACK = 1024
+"""Lines beyond its tokens that a session may have unread: beats and progress while its Gateway pauses."""
+_GATEWAYS_KEPT = 64
+
+
+class Sessions:
+    """All sessions of one Node. `dropped(slot)` is called when one is closed: what waits of it is void."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        settings: Settings,
+        engine: Engine,
+        tasks: asyncio.TaskGroup,
+        dropped: Callable[[Slot], None],
+    ) -> None:
+        self.ledger = KvLedger(0)
+        self._node_id = node_id
+        self._settings = settings
+        self._engine = engine
+        self._tasks = tasks
+        self._dropped = dropped
+        self._slots: dict[bytes, Slot] = {}
+        self._streams: dict[bytes, SessionStream] = {}
+        self._free_numbers: list[int] = []
+        self._next_number = 0
+        self._gateways: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(list(self._slots.values()))
+
+    def find(self, key: bytes) -> Slot | None:
+        return self._slots.get(key)
+
+    def stream(self, slot: Slot) -> SessionStream:
+        return self._streams[slot.key]
+
+    @property
+    def all_freed(self) -> bool:
+        return not self._streams
+
+    # ---- opening ---------------------------------------------------------------------------------------------
+
+    async def open(self, ticket: Ticket, request: OpenSession, shard: ShardDescription) -> SessionStream:
+        """Reserve KV and an engine slot for a session whose ticket was verified; nothing is left behind a refusal."""
+        slot = self._reserve(ticket, request)
+        sampling = request.sampling if shard.is_tail else None
+        spec = SlotSpec(prompt_tokens=request.prompt_tokens, max_tokens=request.max_tokens, sampling=sampling)
+        slot.running = True  # the engine has it: a close in the meantime waits
+        try:
+            async with asyncio.timeout(self._settings.open_s):
+                await self._engine.open(slot.number, spec)
+            self.engine_returned(slot)
+            return self._opened(slot)
+        except TimeoutError:
+            raise ShardlineError("deadline", "the engine did not open a slot in time", limit="open") from None
+        finally:
+            if slot.running:  # refused, late or cancelled
+                self.close(slot.key)
+                self.engine_returned(slot)
+
+    def _reserve(self, ticket: Ticket, request: OpenSession) -> Slot:
+        key = bytes.fromhex(request.key)
+        if key in self._streams:
+            raise ShardlineError("session_exists", "this session key is in use")
+        self.ledger.reserve(ticket.kv_tokens)
+        slot = Slot(
+            number=self._take_number(),
+            key=key,
+            ticket=ticket,
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=request.max_tokens,
+            opened=time.monotonic(),
+        )
+        self._slots[key] = slot
+        self._streams[key] = SessionStream(limit=request.max_tokens + _STREAM_SLACK)
+        self._gateways.setdefault(ticket.gateway, slot.opened)
+        return slot
+
+    def _opened(self, slot: Slot) -> SessionStream:
+        stream = self._streams.get(slot.key)
+        if slot.closed or stream is None:
+            raise ShardlineError("session_gone", "the session was closed while it was opened")
+        stream.emit(Opened(node=self._node_id, kv_reserved=slot.ticket.kv_tokens))
+        return stream
+
+    def _take_number(self) -> int:
+        if self._free_numbers:
+            return heapq.heappop(self._free_numbers)
+        self._next_number += 1
+        return self._next_number - 1
+
+    # ---- closing ---------------------------------------------------------------------------------------------
+
+    def close(self, key: bytes) -> bool:
+        """End a session, whatever it is doing; idempotent. False: nothing was open under `key`."""
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return False
+        slot.closed = True
+        self._dropped(slot)
+        if not slot.running:
+            self._release(slot)
+        return True
+
+    def fail(self, slot: Slot, error: ShardlineError) -> None:
+        """Say on the session's stream why this Node gives it up, then close it here."""
+        if slot.closed:
+            return
+        where = {"node": self._node_id, "layers": [slot.ticket.first, slot.ticket.last], "position": slot.computed_end}
+        self._streams[slot.key].emit(Failed(error={**where, **error.body()}))
+        self.close(slot.key)
+
+    def fail_all(self, error: ShardlineError) -> None:
+        for slot in list(self._slots.values()):
+            self.fail(slot, error)
+
+    def engine_returned(self, slot: Slot) -> bool:
+        """The engine call with `slot` is over. False: the session was closed meanwhile, and is freed now."""
+        slot.running = False
+        if slot.closed:
+            self._release(slot)
+        return not slot.closed
+
+    def _release(self, slot: Slot) -> None:
+        if not slot.released:
+            slot.released = True
+            self._tasks.create_task(self._free(slot))
+
+    async def _free(self, slot: Slot) -> None:
+        """Between two engine calls: drop the cache, give the reservation back, end the stream."""
+        with contextlib.suppress(ShardlineError):  # an engine that died has dropped the cache by that
+            await self._engine.close(slot.number)
+        self.ledger.release(slot.ticket.kv_tokens)
+        heapq.heappush(self._free_numbers, slot.number)
+        stream = self._streams.pop(slot.key)
+        stream.emit(
+            Closed(
+                kv_released=slot.ticket.kv_tokens,
+                prefill=slot.sent_prefill.count(),
+                decode=slot.sent_decode.count(),
+            )
+        )
+        stream.end()
+
+    # ---- liveness --------------------------------------------------------------------------------------------
+
+    def beat(self, gateway: str) -> None:
+        """A Gateway says that it lives. Unknown ones are ignored: they have no session here."""
+        if gateway in self._gateways:
+            self._gateways[gateway] = time.monotonic()
+
+    async def watch(self) -> None:
+        """Beat on every stream, and end the sessions of Gateways that fell silent."""
+        interval = self._settings.beat_interval_s
+        expected = time.monotonic() + interval
+        while True:
+            await asyncio.sleep(max(0.0, expected - time.monotonic()))
+            now = time.monotonic()
+            late = now - expected > self._settings.late_timer_s
+            expected = now + interval
+            self._send_beats()
+            if not late:  # after a pause of our own, read the sockets first and judge in the next round
+                self._judge_gateways(now)
+
+    def _send_beats(self) -> None:
+        for slot in self._slots.values():
+            beat = Beat(
+                position=slot.computed_end,
+                times=slot.times,
+                prefill=slot.sent_prefill.count(),
+                decode=slot.sent_decode.count(),
+            )
+            self._streams[slot.key].emit(beat)
+
+    def _judge_gateways(self, now: float) -> None:
+        silent = {g for g, last in self._gateways.items() if now - last > self._settings.beat_timeout_s}
+        for slot in [s for s in self._slots.values() if s.ticket.gateway in silent]:
+            self.fail(slot, ShardlineError("gateway_lost", "the Gateway fell silent", limit="heartbeat"))
+        for gateway in silent:
+            del self._gateways[gateway]
+        if len(self._gateways) > _GATEWAYS_KEPT:
+            used = {s.ticket.gateway for s in self._slots.values()}
+            self._gateways = {g: t for g, t in self._gateways.items() if g in used}

@@ -1,0 +1,151 @@
+"""Records of Route Sessions: whole events, honest rates, bounded memory, and each key its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.errors import ShardlineError
+from shardline.settings import Settings
+from shardline.telemetry.records import Record, Records
+from shardline.wire.messages import Hop, HopTimes, Route, SeamCount
+
+SETTINGS = Settings(record_limit=5, record_events=8, record_ttl_s=100.0)
+
+
+def a_route(hops: int = 2) -> Route:
+    made = [
+        Hop(index=i, node=f"n-{i}", url="http://127.0.0.1:1", first=i, last=i + 1, engine_class="e", content_id="mac1-0")
+        for i in range(hops)
+    ]
+    return Route(
+        id="r-1",
+        model="m",
+        content_id="mac1-0",
+        engine_class="e",
+        n_layers=hops,
+        hops=made,
+        prefill_chunk=16,
+        context_length=64,
+        vocab_size=100,
+        text_digest="0",
+    )
+
+
+def a_record(prompt: int = 10) -> Record:
+    return Record(key_id="k", model="m", prompt_tokens=prompt, settings=SETTINGS)
+
+
+def test_the_first_event_is_there_before_anything_happens() -> None:
+    ((seq, event),) = a_record().events_after(0)
+    body = json.loads(event)
+    assert (seq, body["phase"], body["route"], body["prefill"]) == (
+        1,
+        "queued",
+        None,
+        {"done": 0, "total": 10, "chunk": None},
+    )
+
+
+def test_an_event_is_a_whole_account() -> None:
+    record = a_record()
+    record.enter("routing")
+    record.routed(a_route())
+    record.enter("opening")
+    record.enter("prefill")
+    record.hop_times(1, HopTimes(queue_ms=0.1, compute_ms=2.0, send_ms=None))
+    record.seam(0, SeamCount(steps=1, rows=10, bytes=500), None)
+    record.prefilled(10)
+    record.token()
+    view = msgspec.to_builtins(record.snapshot())
+    assert view["phase"] == "decode"
+    assert [h["layers"] for h in view["route"]["hops"]] == [(0, 1), (1, 2)]
+    assert view["route"]["hops"][1]["compute_ms"] == 2.0
+    assert view["seams"][0]["from"] == "n-0"
+    assert view["seams"][0]["to"] == "n-1"
+    assert view["seams"][0]["prefill"] == {"steps": 1, "rows": 10, "bytes": 500}
+    assert view["decode"]["tokens"] == 1
+    assert view["decode"]["tokens_per_s"] is None, "no rate over no time"
+    assert view["decode"]["ttft_ms"] >= 0
+
+
+def test_an_ended_session_stays_as_it_ended() -> None:
+    record = a_record()
+    record.fail(ShardlineError("node_lost", "gone", node="n-1"))
+    record.enter("completed")
+    record.fail(ShardlineError("internal", "later"))
+    assert record.phase == "failed"
+    assert record.failure is not None and record.failure["node"] == "n-1"
+
+
+@given(st.lists(st.floats(0, 3), min_size=0, max_size=50))
+def test_rates_are_finite_or_null(gaps: list[float]) -> None:
+    record = a_record()
+    now = 0.0
+    for gap in gaps:
+        now += gap
+        record._recent.append(now)
+    rate = record.rate(now)
+    recent = [t for t in record._recent if now - t <= 2.0]
+    if len(recent) < 2 or recent[0] == recent[-1]:
+        assert rate is None
+    else:
+        assert rate is not None and 0 < rate < float("inf")
+    assert b"NaN" not in msgspec.json.encode(record.snapshot())
+
+
+def test_records_are_bounded_and_running_ones_are_kept() -> None:
+    now = [time.time()]
+    records = Records(SETTINGS, clock=lambda: now[0])
+    running = records.new(key_id="k", model="m", prompt_tokens=1)
+    for _ in range(20):
+        records.new(key_id="k", model="m", prompt_tokens=1).enter("completed")
+    kept = records.list("k")
+    assert len(kept) <= SETTINGS.record_limit
+    assert running.id in [r["id"] for r in kept]
+    now[0] += SETTINGS.record_ttl_s + 1
+    assert [r["id"] for r in records.list("k")] == [running.id]
+
+
+async def test_a_key_sees_and_cancels_its_own_only() -> None:
+    records = Records(SETTINGS)
+    record = records.new(key_id="mine", model="m", prompt_tokens=1)
+    cancelled: list[str] = []
+    record.cancel = cancelled.append
+    assert records.list("other") == []
+    for attempt in (lambda: records.get(record.id, "other"), lambda: records.get("rs-none", "mine")):
+        with pytest.raises(ShardlineError) as caught:
+            attempt()
+        assert caught.value.code == "session_not_found"
+    with pytest.raises(ShardlineError):
+        await records.cancel(record.id, "other")
+    assert cancelled == []
+    await records.cancel(record.id, "mine")
+    assert len(cancelled) == 1
+
+
+async def test_a_listener_hears_every_event_once_and_can_come_back() -> None:
+    records = Records(msgspec.structs.replace(SETTINGS, record_events=100))
+    record = records.new(key_id="k", model="m", prompt_tokens=1)
+    heard: list[tuple[int, str]] = []
+
+    async def listen(after: int) -> None:
+        async for seq, event in records.subscribe(record.id, "k", after):
+            heard.append((seq, json.loads(event)["phase"]))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(listen(0))
+        for phase in ("routing", "opening", "prefill", "decode", "completed"):
+            await asyncio.sleep(0)
+            record.enter(phase)
+    assert [phase for _, phase in heard] == ["queued", "routing", "opening", "prefill", "decode", "completed"]
+    assert [seq for seq, _ in heard] == list(range(1, 7))
+    heard.clear()
+    await listen(4)
+    assert [phase for _, phase in heard] == ["decode", "completed"]

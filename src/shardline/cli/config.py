@@ -51,6 +51,7 @@ class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 SECRET = frozenset({"api_key"})
+URLS = frozenset({"tracker", "gateway"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,8 @@ def merge(layers: Sequence[Layer]) -> Configuration:
                 shown = "the value" if key in SECRET else repr(raw)
                 raise _invalid(key, f"{shown} ({layer.where[key]}) does not fit: {error}") from None
             _check_number(key, value, layer.where[key])
+            if key in URLS:
+                _check_url(key, value, layer.where[key])
             values[key] = value
             sources[key] = layer.where[key]
     settings = Settings(**{k: v for k, v in values.items() if k in Settings.__struct_fields__})
@@ -220,6 +223,15 @@ def resolve(
     layers += [environment_layer(environ), flag_layer(flags, assignments)]
     found = merge(layers)
     return merge([layers[0], running_layer(found.state_dir), *layers[1:]])
+
+
+def _check_url(key: str, value: str, where: str) -> None:
+    from shardline.transport.addresses import split_url
+
+    try:
+        split_url(value)
+    except ShardlineError as error:
+        raise _invalid(key, f"{error.message} ({where})") from None
 
 
 def _check_number(key: str, value: object, where: str) -> None:

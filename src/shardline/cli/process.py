@@ -58,9 +58,11 @@ def _write(line: str) -> None:
     """A reader that has gone (a closed terminal, a killed supervisor) must not end the role through its progress."""
     try:
         print(line, flush=True)
-    except (BrokenPipeError, ValueError):
-        # Python would try to flush the broken stream once more at exit.
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    except BrokenPipeError:
+        # What is in the buffer goes nowhere from now on; Python would fail on it once more at exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def in_words(phase: str, facts: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ STOP_S = 3.0
 """How long one wave of parts may take to end after SIGTERM; then their process groups are killed."""
 _LOG_LINES = 8
 _LOG_TAIL_BYTES = 16 << 10
+PROGRAM = (sys.executable, "-m", "shardline", "--supervised")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -129,8 +130,12 @@ def death(child: Child) -> ShardlineError:
 class Supervisor:
     """Children in start order; `with Supervisor(…) as cluster:` ends them all on the way out, whatever the way is."""
 
-    def __init__(self, log_dir: Path, watch: Callable[[Child], None]) -> None:
+    def __init__(
+        self, log_dir: Path, watch: Callable[[Child], None], *, program: Sequence[str] = PROGRAM, stop_s: float = STOP_S
+    ) -> None:
         self.log_dir = log_dir
+        self._program = program
+        self._stop_s = stop_s
         self.children: list[Child] = []
         self._watch = watch
         self._stopping = False
@@ -165,7 +170,7 @@ class Supervisor:
         log = self.log_dir / f"{part.name}.log"
         with log.open("ab") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-m", "shardline", "--supervised", *part.arguments],
+                [*self._program, *part.arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -214,7 +219,7 @@ class Supervisor:
             members = [c for c in self.children if c.part.stop_wave == wave]
             for child in members:
                 child.signal_leader(signal.SIGTERM)
-            deadline = time.monotonic() + STOP_S
+            deadline = time.monotonic() + self._stop_s
             while not self._hurry and time.monotonic() < deadline and any(c.process.poll() is None for c in members):
                 time.sleep(POLL_S / 5)
         for child in self.children:

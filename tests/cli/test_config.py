@@ -1,0 +1,185 @@
+"""Which source of a setting wins, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.cli.config import RUNNING_FILE, Configuration, resolve
+from shardline.errors import ShardlineError
+from shardline.settings import Settings
+
+
+def resolved(
+    tmp_path: Path,
+    *,
+    toml: str | None = None,
+    environ: dict[str, str] | None = None,
+    assignments: tuple[str, ...] = (),
+    **flags: str,
+) -> Configuration:
+    config = None
+    if toml is not None:
+        file = tmp_path / "config.toml"
+        file.write_text(toml, encoding="utf-8")
+        config = str(file)
+    world = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "none"), **(environ or {})}
+    return resolve(flags=dict(flags), assignments=assignments, config=config, environ=world)
+
+
+def test_nothing_given_is_all_defaults(tmp_path: Path) -> None:
+    found = resolved(tmp_path)
+    assert found.settings == Settings()
+    assert {source for key, source in found.sources.items() if key != "state_dir"} == {"default"}
+    assert found.state_dir == tmp_path / "state" / "shardline"
+    assert found.sources["state_dir"] == "environment XDG_STATE_HOME"
+
+
+@given(
+    st.tuples(st.none() | st.floats(0.1, 9), st.none() | st.floats(0.1, 9), st.none() | st.floats(0.1, 9)).filter(
+        lambda given: any(v is not None for v in given)
+    )
+)
+def test_the_later_source_wins(tmp_path_factory: pytest.TempPathFactory, values: tuple[float | None, ...]) -> None:
+    in_file, in_environment, in_flag = values
+    found = resolved(
+        tmp_path_factory.mktemp("config"),
+        toml="" if in_file is None else f"push_s = {in_file!r}",
+        environ={} if in_environment is None else {"SHARDLINE_PUSH_S": repr(in_environment)},
+        assignments=() if in_flag is None else (f"push_s={in_flag!r}",),
+    )
+    assert found.settings.push_s == next(v for v in (in_flag, in_environment, in_file) if v is not None)
+    source = found.sources["push_s"]
+    assert ("flag" in source, "environment" in source) == (
+        in_flag is not None,
+        in_flag is None and in_environment is not None,
+    )
+
+
+def test_every_setting_is_reachable_from_every_source(tmp_path: Path) -> None:
+    for name, value in msgspec.structs.asdict(Settings()).items():
+        changed = value * 2
+        for found in (
+            resolved(tmp_path, toml=f"{name} = {changed!r}\n{_partner(name, changed)}"),
+            resolved(tmp_path, environ={f"SHARDLINE_{name.upper()}": repr(changed)}, toml=_partner(name, changed)),
+            resolved(tmp_path, assignments=(f"{name}={changed!r}",), toml=_partner(name, changed)),
+        ):
+            assert getattr(found.settings, name) == changed, name
+
+
+def _partner(name: str, value: float) -> str:
+    """The value that must stay above a doubled one."""
+    above = {
+        "beat_interval_s": "beat_timeout_s",
+        "tracker_heartbeat_s": "tracker_expiry_s",
+        "client_idle_s": "server_idle_s",
+    }.get(name)
+    return "" if above is None else f"{above} = {value * 3!r}"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("beat_timeot_s=1", "did you mean beat_timeout_s"),
+        ("push_s=fast", "'fast' (flag --set) does not fit"),
+        ("push_s=0", "above 0"),
+        ("push_s=-1", "above 0"),
+        ("push_s=inf", "finite"),
+        ("push_s=nan", "finite"),
+        ("queue_limit=0", "less than 1"),
+        ("queue_limit=1.5", "does not fit"),
+        ("beat_timeout_s=0.4", "must be above beat_interval_s"),
+        ("server_idle_s=10", "must be above client_idle_s"),
+        ("prefill_chunk_max=300", "not a power of two"),
+        ("prefill_chunk_max=8", "above prefill_chunk_max"),
+        ("push_s", "not of the form NAME=VALUE"),
+        ("tracker=localhost:7070", "not an http URL"),
+        ("log_level=loud", "does not fit"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(tmp_path: Path, assignment: str, words: str) -> None:
+    with pytest.raises(ShardlineError) as refused:
+        resolved(tmp_path, assignments=(assignment,))
+    assert refused.value.code == "setting_invalid"
+    assert words in refused.value.message
+    assert assignment.partition("=")[0] in (refused.value.message + str(refused.value.param))
+
+
+def test_a_value_that_loses_is_checked_as_well(tmp_path: Path) -> None:
+    with pytest.raises(ShardlineError, match=r"environment SHARDLINE_PUSH_S"):
+        resolved(tmp_path, environ={"SHARDLINE_PUSH_S": "soon"}, assignments=("push_s=1",))
+
+
+def test_unknown_names_are_refused_in_file_and_environment(tmp_path: Path) -> None:
+    with pytest.raises(ShardlineError, match=r"config\.toml.*did you mean push_s"):
+        resolved(tmp_path, toml="push = 1")
+    with pytest.raises(ShardlineError, match="did you mean SHARDLINE_TRACKER"):
+        resolved(tmp_path, environ={"SHARDLINE_TRAKER": "http://127.0.0.1:1"})
+
+
+def test_a_file_that_is_named_must_be_there_and_be_toml(tmp_path: Path) -> None:
+    with pytest.raises(ShardlineError, match="cannot be read"):
+        resolved(tmp_path, environ={"SHARDLINE_CONFIG": str(tmp_path / "absent.toml")})
+    with pytest.raises(ShardlineError, match="cannot be read"):
+        resolved(tmp_path, toml="push_s = = 1")
+
+
+def test_the_usual_file_is_read_where_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "configs" / "shardline"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text("push_s = 7", encoding="utf-8")
+    found = resolved(tmp_path, environ={"XDG_CONFIG_HOME": str(tmp_path / "configs")})
+    assert found.settings.push_s == 7
+    assert found.sources["push_s"] == str(folder / "config.toml")
+
+
+def test_a_running_cluster_is_found_and_everything_else_wins_over_it(tmp_path: Path) -> None:
+    state = tmp_path / "state" / "shardline"
+    state.mkdir(parents=True)
+    running = {"pid": os.getpid(), "tracker": "http://127.0.0.1:1001", "gateway": "http://127.0.0.1:1002"}
+    (state / RUNNING_FILE).write_text(json.dumps(running), encoding="utf-8")
+    found = resolved(tmp_path, environ={"SHARDLINE_GATEWAY": "http://127.0.0.1:1003"})
+    assert (found.places.tracker, found.places.gateway) == ("http://127.0.0.1:1001", "http://127.0.0.1:1003")
+    assert found.sources["tracker"] == f"cluster run by process {os.getpid()}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{",
+        '{"pid": "x"}',
+        '{"pid": 4194399, "tracker": "http://127.0.0.1:1", "gateway": "http://127.0.0.1:1"}',
+    ],
+)
+def test_a_cluster_that_is_gone_is_not_found(tmp_path: Path, content: str) -> None:
+    state = tmp_path / "state" / "shardline"
+    state.mkdir(parents=True)
+    (state / RUNNING_FILE).write_text(content, encoding="utf-8")
+    assert resolved(tmp_path).sources["tracker"] == "default"
+
+
+def test_secrets_are_shown_as_set_only(tmp_path: Path) -> None:
+    secret = "sk-very-secret-0123456789"
+    found = resolved(tmp_path, environ={"SHARDLINE_API_KEY": secret})
+    rows = {name: value for name, value, _ in found.rows()}
+    assert rows["api_key"] == "(set)"
+    assert secret not in str(rows)
+    assert found.places.api_key == secret
+
+
+def test_api_keys_are_lines_without_comments(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# for the team\nsk-one\n\n  sk-two  \n", encoding="utf-8")
+    assert resolved(tmp_path, api_keys_file=str(file)).api_keys() == ("sk-one", "sk-two")
+    assert resolved(tmp_path).api_keys() == ()
+    file.write_text("# nothing\n", encoding="utf-8")
+    with pytest.raises(ShardlineError, match="holds no key"):
+        resolved(tmp_path, api_keys_file=str(file)).api_keys()

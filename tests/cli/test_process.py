@@ -1,0 +1,120 @@
+"""A role as a process: signals, the lifeline, and what it announces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from shardline.cli.process import Announcer, in_words, run_until_signal
+from shardline.errors import ShardlineError
+
+ROLE = """
+import asyncio, sys
+from shardline.cli.process import Announcer, run_until_signal
+
+announce = Announcer("node", supervised=True)
+
+async def work():
+    try:
+        announce("ready")
+        await asyncio.sleep(600)
+    finally:
+        announce("draining")
+        if sys.argv[1] == "stuck":
+            while True:
+                try:
+                    await asyncio.sleep(600)
+                except asyncio.CancelledError:
+                    pass
+
+run_until_signal(work(), drain_s=float(sys.argv[2]), lifeline=True)
+announce("listening", url="end")
+"""
+
+
+def started(kind: str, drain_s: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ROLE, kind, str(drain_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"phase": "ready"}
+    return process
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "lifeline"])
+def test_a_role_ends_by_signal_or_with_its_supervisor(how: str) -> None:
+    with started("well", 5) as process:
+        assert process.stdin is not None and process.stdout is not None
+        if how == "lifeline":
+            process.stdin.close()
+        else:
+            process.send_signal(getattr(signal, how))
+        assert process.wait(10) == 0
+        assert [json.loads(line)["phase"] for line in process.stdout] == ["draining", "listening"]
+
+
+def test_a_role_that_does_not_drain_is_ended() -> None:
+    with started("stuck", 0.1) as process:
+        process.terminate()
+        assert process.wait(10) == 1
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with started("stuck", 600) as process:
+        assert process.stdout is not None
+        process.terminate()
+        assert json.loads(process.stdout.readline()) == {"phase": "draining"}
+        process.terminate()
+        assert process.wait(10) == 1
+
+
+def test_what_a_role_raises_comes_out() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ShardlineError("layers_invalid", "no such layers")
+
+    with pytest.raises(ShardlineError, match="no such layers"):
+        run_until_signal(fails(), drain_s=1)
+
+
+def test_loading_is_a_line_for_every_fifth(capsys: pytest.CaptureFixture[str]) -> None:
+    announce = Announcer("node", supervised=False)
+    announce("listening", url="http://127.0.0.1:1")
+    for done in range(31):
+        announce("loading", done=done, total=30)
+    announce("testing")
+    announce("ready")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "node: listening on http://127.0.0.1:1"
+    assert lines[1:-2] == [f"node: loading {n}/30" for n in (0, 6, 12, 18, 24, 30)]
+    assert lines[-2:] == ["node: testing its layers", "node: ready"]
+
+
+def test_a_supervisor_gets_the_reason_of_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    Announcer("node", supervised=True).failed(ShardlineError("layers_invalid", "no such layers"))
+    said = json.loads(capsys.readouterr().out)
+    assert (said["phase"], said["code"], said["message"]) == ("failed", "layers_invalid", "no such layers")
+    Announcer("node", supervised=False).failed(ShardlineError("layers_invalid", "no such layers"))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_closed_stdout_does_not_end_a_role() -> None:
+    with started("well", 5) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def test_words_for_phases() -> None:
+    assert in_words("loading", {"done": 12, "total": 30}) == "loading 12/30"
+    assert in_words("loading", {}) == "loading"
+    assert in_words("draining", {}) == "draining"

@@ -147,16 +147,8 @@ def parse_header(data: bytes | bytearray | memoryview, file_size: int) -> Safete
 def read_folder(folder: Path | str) -> SafetensorsFolder:
     """Read `config.json` and the headers of all safetensors files of a model folder."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise _bad("not_a_model", f"{folder.name!r:.200} is not a folder")
+    weight_map, files = _list_files(folder)
     config = read_object(folder / "config.json", CONFIG_BYTES_LIMIT)
-    weight_map = _read_index(folder)
-    files = tuple(sorted(set(weight_map.values()))) if weight_map is not None else (SINGLE_NAME,)
-    if len(files) > FILES_LIMIT:
-        raise _bad("unsupported", f"{len(files)} files, the limit is {FILES_LIMIT}")
-    absent = [name for name in files if not (folder / name).is_file()]
-    if absent:
-        raise _bad("damaged", _absent_message(folder, absent, indexed=weight_map is not None))
     tensors: dict[str, TensorInfo] = {}
     for number, name in enumerate(files):
         for info in read_header(folder / name).tensors.values():
@@ -167,6 +159,11 @@ def read_folder(folder: Path | str) -> SafetensorsFolder:
             tensors[info.name] = replace(info, file=number)
     warnings = [] if weight_map is None else _check_index(weight_map, files, tensors)
     return SafetensorsFolder(folder, files, tensors, config, warnings)
+
+
+def weight_files(folder: Path | str) -> tuple[str, ...]:
+    """The names of the files that hold a folder's tensors, in split order; a missing one is named."""
+    return _list_files(Path(folder))[1]
 
 
 def read_object(path: Path, limit: int) -> dict[str, Any]:
@@ -242,6 +239,19 @@ def _check_cover(infos: Sequence[TensorInfo], data_offset: int, file_size: int) 
     if end != file_size:
         hint = "the file is cut short" if end > file_size else "the file has bytes that belong to no tensor"
         raise _bad("damaged", f"the tensors end at byte {end}, the file has {file_size}: {hint}")
+
+
+def _list_files(folder: Path) -> tuple[dict[str, str] | None, tuple[str, ...]]:
+    if not folder.is_dir():
+        raise _bad("not_a_model", f"{folder.name!r:.200} is not a folder")
+    weight_map = _read_index(folder)
+    files = (SINGLE_NAME,) if weight_map is None else tuple(sorted(set(weight_map.values())))
+    if len(files) > FILES_LIMIT:
+        raise _bad("unsupported", f"{len(files)} files, the limit is {FILES_LIMIT}")
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        raise _bad("damaged", _absent_message(folder, absent, indexed=weight_map is not None))
+    return weight_map, files
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

@@ -1,0 +1,263 @@
+"""The engine of a real model: a worker process that is started, watched, and started again when it is lost.
+
+Owns the `Engine` protocol over `WorkerProcess` and the restarts. One task, the supervisor, lives from `start` to
+`stop`. Refuses to know what is computed. Shown by tests/model/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from shardline.errors import ShardlineError
+from shardline.model.backend import BackendEntry, ShardDescription, ShardSpec, SlotSpec
+from shardline.model.channel import (
+    Answer,
+    BatchDone,
+    Close,
+    Fault,
+    Load,
+    Loaded,
+    Open,
+    Outcome,
+    Place,
+    Refused,
+    Rollback,
+    SharedRows,
+    Test,
+    Tested,
+    Tokenize,
+    Tokens,
+)
+from shardline.model.engine import BatchResult, Done, Restarts, step_limit
+from shardline.model.generation import SampledToken, StepResult
+from shardline.model.worker_process import WorkerProcess, worker_environment
+from shardline.settings import Settings
+from shardline.wire.messages import EngineHealth, StepTimes
+
+log = structlog.get_logger(__name__)
+
+
+class WorkerEngine:
+    """`Engine` over a worker process. Whoever made it calls `stop`, also after a start that failed or was cancelled."""
+
+    def __init__(self, name: str, spec: ShardSpec, settings: Settings, *, inherited: Mapping[str, str]) -> None:
+        """`name`: of `backends.BACKENDS`. `inherited`: environment that the worker may take engine variables from."""
+        self.on_lost: Callable[[ShardlineError], None] = lambda _: None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        """While loading: layers done, layers in all."""
+        self._name = name
+        self._spec = spec
+        self._settings = settings
+        self._environment = worker_environment(inherited, spec.threads)
+        self._control = ("step", settings.step_s)
+        self._restarts = Restarts(settings)
+        self._supervisor: asyncio.Task[None] | None = None
+        self._first: asyncio.Future[ShardDescription] | None = None
+        self._description: ShardDescription | None = None
+        self._text: bytes | None = None
+        self._worker: WorkerProcess | None = None
+        """The process, while there is one."""
+        self._serving: WorkerProcess | None = None
+        """The same, once its Shard is loaded and until it is lost."""
+        self._ready_at = 0.0
+        self._down = ShardlineError("engine_lost", "the engine is not loaded yet")
+        self._done: Done | None = None
+        self._outputs: list[Place] = []
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> ShardDescription:
+        if self._supervisor is not None:
+            raise RuntimeError("an engine is started once")
+        loop = asyncio.get_running_loop()
+        self._first = loop.create_future()
+        self._supervisor = loop.create_task(self._supervise(self._first), name="engine supervisor")
+        return await self._first
+
+    async def stop(self) -> None:
+        error = ShardlineError("draining", "the engine was stopped")
+        self._down = error
+        self._serving = None
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.stop(error)
+        if self._first is not None and not self._first.done():
+            self._first.set_exception(error)
+
+    async def _supervise(self, first: asyncio.Future[ShardDescription]) -> None:
+        """One worker after another, until one cannot be started or too many were lost."""
+        while True:
+            error, ran_s = await self._live()
+            if not first.done():
+                first.set_exception(error)
+                return
+            delay_s = self._restarts.next_delay_s(ran_s)
+            if delay_s is None:
+                break
+            log.warning("worker_restart_planned", in_s=delay_s, restarts=self._restarts.count)
+            await asyncio.sleep(delay_s)
+        self._down = ShardlineError(
+            "engine_lost", f"given up after {self._settings.worker_restarts} restarts in a row; last: {error.message}"
+        )
+        log.error("worker_given_up", reason=error.message)
+        self._call(self.on_lost, self._down)
+
+    async def _live(self) -> tuple[ShardlineError, float]:
+        """One worker from start to burial: why it was lost, and for how many seconds it served."""
+        ended = asyncio.Event()
+        try:
+            worker = WorkerProcess(self._settings, self._environment)
+        except ShardlineError as refused:
+            self._down = refused
+            return refused, 0.0
+        self._worker = worker
+        worker.on_ended = ended.set
+        worker.on_progress = self.on_progress
+        log.info("worker_started", pid=worker.pid, engine=self._name, layers=[self._spec.first, self._spec.last])
+        worker.request(
+            Load(self._name, self._spec),
+            lambda answer: self._loaded(worker, answer),
+            lambda _: None,
+            ("worker_start", self._settings.worker_start_s),
+        )
+        await ended.wait()
+        error = await worker.bury()
+        self._worker = None
+        self._down = error
+        served, self._serving = self._serving is not None, None
+        ran_s = time.monotonic() - self._ready_at if served else 0.0
+        log.warning("worker_lost", pid=worker.pid, code=error.code, reason=error.message)
+        if served:
+            # First the loss as a whole, then what was running: the receiver then knows that no slot is left.
+            self._call(self.on_lost, error)
+        worker.fail_pending(error)
+        return error, ran_s
+
+    def _loaded(self, worker: WorkerProcess, answer: Answer) -> None:
+        if not isinstance(answer, Loaded):
+            worker.discard(answer.fault.error() if isinstance(answer, Refused) else _unexpected(answer))
+            return
+        description = answer.description
+        if self._description is not None and self._description != description:
+            worker.discard(ShardlineError("model_file_invalid", "what the worker loaded is not what it was before"))
+            return
+        self._description, self._text = description, answer.text
+        worker.serve(description)
+        self._serving, self._ready_at = worker, time.monotonic()
+        if self._first is not None and not self._first.done():
+            self._first.set_result(description)
+        else:
+            self._call(self.on_ready)
+
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+        """From the loop itself: what a receiver raises is its own fault, and does not end the supervisor."""
+        asyncio.get_running_loop().call_soon(callback, *arguments)
+
+    # ---- batches -----------------------------------------------------------------------------------------------
+
+    def submit(self, entries: Sequence[BackendEntry], done: Done) -> None:
+        if self._done is not None:
+            raise RuntimeError("a batch is running already")
+        if self._serving is None:
+            self._call(done, BatchResult([], 0.0, self._down))
+            return
+        limit = step_limit(entries, self._settings)
+        try:
+            self._outputs = self._serving.submit(entries, self._batch_answered, self._batch_failed, limit)
+        except ShardlineError as error:
+            self._call(done, BatchResult([error] * len(entries), 0.0))
+            return
+        self._done = done
+
+    def _batch_answered(self, answer: Answer) -> None:
+        worker, done = self._serving, self._done
+        if worker is None or done is None:
+            return
+        if isinstance(answer, Refused):
+            result = BatchResult([answer.fault.error()] * len(self._outputs), 0.0)
+        elif isinstance(answer, BatchDone) and len(answer.outcomes) == len(self._outputs):
+            rows = worker.rows
+            results = [_result(o, p, rows) for o, p in zip(answer.outcomes, self._outputs, strict=True)]
+            result = BatchResult(results, answer.compute_us)
+        else:
+            # `done` stays: it is told when the worker is buried.
+            worker.discard(_unexpected(answer))
+            return
+        self._done = None
+        done(result)
+
+    def _batch_failed(self, error: ShardlineError) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            self._call(done, BatchResult([], 0.0, error))
+
+    # ---- control -----------------------------------------------------------------------------------------------
+
+    async def _ask(self, request: Open | Close | Rollback | Tokenize | Test) -> Answer:
+        if self._serving is None:
+            raise self._down
+        return await self._serving.ask(request, self._control)
+
+    async def open(self, slot: int, spec: SlotSpec) -> None:
+        await self._ask(Open(slot, spec.prompt_tokens, spec.max_tokens, spec.sampling))
+
+    async def close(self, slot: int) -> None:
+        if self._serving is not None:
+            await self._ask(Close(slot))
+
+    async def rollback(self, slot: int, position: int) -> None:
+        await self._ask(Rollback(slot, position))
+
+    async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        answer = await self._ask(Tokenize(text, add_special, parse_special))
+        if not isinstance(answer, Tokens):
+            raise _unexpected(answer)
+        return answer.tokens
+
+    async def self_test(self) -> StepTimes:
+        answer = await self._ask(Test())
+        if not isinstance(answer, Tested):
+            raise _unexpected(answer)
+        return answer.times
+
+    def text_bundle(self) -> bytes | None:
+        return self._text
+
+    def kv(self) -> int:
+        return self._serving.rows.kv_tokens if self._serving is not None else 0
+
+    def health(self) -> EngineHealth:
+        worker, serving = self._worker, self._serving
+        age_s = serving.running_step_age_s if serving is not None else None
+        alive = serving is not None and serving.fresh
+        return EngineHealth(
+            alive=alive,
+            running_step_age_ms=None if age_s is None else age_s * 1e3,
+            restarts=self._restarts.count,
+            pid=worker.pid if worker is not None else None,
+            last_error=None if alive else self._down.message,
+        )
+
+
+def _result(outcome: Outcome, place: Place, rows: SharedRows) -> StepResult | ShardlineError:
+    if isinstance(outcome, Fault):
+        return outcome.error()
+    if outcome is not None:
+        top = None if outcome.top is None else tuple(outcome.top)
+        return StepResult(token=SampledToken(outcome.id, outcome.logprob, top, outcome.end))
+    # Copied: the shared rows are overwritten by the next batch, while these are still on their way out.
+    return StepResult(hidden=tuple(bytes(rows.rows_out(*at)) for at in place.hidden))
+
+
+def _unexpected(answer: Answer) -> ShardlineError:
+    return ShardlineError("engine_lost", f"the engine worker gave the wrong kind of answer ({type(answer).__name__})")

@@ -8,7 +8,7 @@ built. Pure. Shown by tests/gateway/test_json_body.py.
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ _PIECE = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"([ \t\r\n]*+:)?|([{}])', re.
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `(.*)`)?$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `(.*)`)?$", re.DOTALL)
 _PATH = re.compile(r" - at `(.*)`$", re.DOTALL)
+_INDICES = re.compile(r"(\[[0-9]+\])+$")
 _JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 
@@ -39,6 +40,16 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     if doubled is not None:
         raise ShardlineError("invalid_json", f"the key '{_short(doubled)}' stands twice in one object", param=doubled)
     return value
+
+
+def refuse(param: str, message: str) -> NoReturn:
+    """A value that cannot be meant."""
+    raise ShardlineError("invalid_value", message, param=param)
+
+
+def unsupported(param: str, message: str) -> NoReturn:
+    """A value that can be meant, and is not done here: saying so beats an answer to another question."""
+    raise ShardlineError("unsupported_parameter", message, param=param)
 
 
 def duplicate_key(body: bytes) -> str | None:
@@ -75,8 +86,9 @@ def _refused(text: str) -> ShardlineError:
     why = _plain(text[: path.start()] if path else text)
     if path is None:
         return ShardlineError("invalid_json", f"the body must be one JSON object: {why}")
-    param = _param(path[1], None)
-    return ShardlineError("invalid_value", f"'{param}': {why}", param=param)
+    where = _param(path[1], None)
+    # OpenAI names the field, not the place in its list.
+    return ShardlineError("invalid_value", f"'{where}': {why}", param=_INDICES.sub("", where))
 
 
 def _param(path: str | None, field: str | None) -> str:

@@ -1,0 +1,131 @@
+"""Chat messages: what a client sends into what a chat template reads.
+
+Owns roles, content parts, tool calls of earlier turns, and the rule for a trailing assistant message. Templates
+come from strangers and read what they like, so every message leaves here in one form: content is a string, null is
+nowhere. Pure. Shown by tests/gateway/test_messages.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from shardline.gateway.json_body import refuse, unsupported
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """One content part. Only text is supported; the others are known by name, so that they can be refused by it."""
+
+    type: str
+    text: str | None = None
+    refusal: msgspec.Raw = msgspec.Raw()
+    image_url: msgspec.Raw = msgspec.Raw()
+    input_audio: msgspec.Raw = msgspec.Raw()
+    video_url: msgspec.Raw = msgspec.Raw()
+    file: msgspec.Raw = msgspec.Raw()
+
+
+class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+    function: FunctionCall | None = None
+    custom: msgspec.Raw = msgspec.Raw()
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # In answers of other servers, which clients send back as they are: empty, or not supported.
+    refusal: msgspec.Raw = msgspec.Raw()
+    annotations: msgspec.Raw = msgspec.Raw()
+    audio: msgspec.Raw = msgspec.Raw()
+    function_call: msgspec.Raw = msgspec.Raw()
+
+
+def conversation(messages: list[Message]) -> tuple[list[dict[str, Any]], bool]:
+    """The messages for the template, and whether the last one is the assistant's, to be continued."""
+    if not messages:
+        refuse("messages", "'messages' must hold at least one message")
+    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    last = plain[-1]
+    continued = last["role"] == "assistant"
+    if continued and "tool_calls" in last:
+        at = f"messages[{len(plain) - 1}].tool_calls"
+        refuse(at, f"'{at}': the last message calls tools; send their results behind it")
+    return plain, continued
+
+
+def _plain(message: Message, at: str) -> dict[str, Any]:
+    if message.role not in ROLES:
+        refuse(f"{at}.role", f"'{at}.role' must be one of {', '.join(ROLES)}, not '{message.role[:40]}'")
+    for name in ("refusal", "annotations", "audio", "function_call"):
+        if bytes(getattr(message, name)) not in (b"", b"null", b"[]"):
+            unsupported(f"{at}.{name}", f"'{at}.{name}' is not supported")
+    calls = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or [])]
+    if calls and message.role != "assistant":
+        refuse(f"{at}.tool_calls", f"'{at}': only an assistant message may call tools")
+    content = _content(message.content, f"{at}.content", optional=bool(calls))
+    plain: dict[str, Any] = {"role": message.role, "content": content}
+    if calls:
+        plain["tool_calls"] = calls
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.role == "tool" and message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.role == "assistant" and message.reasoning_content:
+        # Two names are in use among templates.
+        plain["reasoning_content"] = plain["thinking"] = message.reasoning_content
+    return plain
+
+
+def _content(content: str | list[Part] | None, at: str, *, optional: bool) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if not optional:
+            refuse(at, f"'{at}' is required")
+        return ""
+    if not content:
+        refuse(at, f"'{at}' must not be an empty list")
+    return "".join(_part(part, f"{at}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Part, at: str) -> str:
+    if part.type != "text":
+        unsupported(f"{at}.type", f"'{at}': content of type '{part.type[:40]}' is not supported")
+    if part.text is None:
+        refuse(f"{at}.text", f"the field '{at}.text' is required")
+    return part.text
+
+
+def _call(call: ToolCall, at: str) -> dict[str, Any]:
+    if call.type not in (None, "function") or call.function is None:
+        unsupported(at, f"'{at}': a tool call of type '{(call.type or 'none')[:40]}' is not supported")
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    plain: dict[str, Any] = {"type": "function", "function": function}
+    if call.id is not None:
+        plain["id"] = call.id
+    return plain
+
+
+def _arguments(sent: str | dict[str, Any]) -> Any:
+    """As an object, which is what templates expect; text that is no object stays text."""
+    if isinstance(sent, str):
+        try:
+            return msgspec.json.decode(sent, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return sent
+    return sent

@@ -1,0 +1,222 @@
+"""Text bundles and token ids: what the Gateway knows of a model's text, and where it asks.
+
+Owns the copies of text bundles in memory and on disk, and the one call by which a prompt becomes token ids. It has
+no tokenizer: the head Node's engine is the authority, so that there is one for each Model Artifact. It takes no
+bundle whose SHA-256 is not its name. Shown by tests/gateway/test_text.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import tempfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from shardline.errors import ShardlineError
+from shardline.gateway.detokenize import Vocabulary
+from shardline.gateway.openai_requests import too_long, window_of
+from shardline.settings import Settings
+from shardline.transport.http_client import HttpClient, HttpFailure
+from shardline.wire.messages import ModelInfo, Peer, TextBundle, TokenizeAnswer, TokenizeRequest
+
+log = logging.getLogger(__name__)
+
+BUNDLE_BYTES = 64 << 20
+"""Largest text bundle: four times that of the largest vocabulary in use."""
+KEPT = 8
+"""Vocabularies in memory; the one unused for longest goes first."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class TextStore:
+    """One for each Gateway; enter it before use. Loads of one bundle are shared by all who wait for it."""
+
+    def __init__(self, cache_dir: Path, client: HttpClient, settings: Settings) -> None:
+        self._cache_dir = cache_dir
+        self._client = client
+        self._settings = settings
+        self._kept: OrderedDict[str, Vocabulary] = OrderedDict()
+        self._loads: dict[str, asyncio.Future[Vocabulary]] = {}
+        self._loaders: set[asyncio.Task[None]] = set()
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> TextStore:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for loader in self._loaders:
+            loader.cancel()
+        await self._tasks.__aexit__(kind, error, trace)
+
+    async def vocabulary(self, model: ModelInfo) -> Vocabulary:
+        """The text of `model`'s tokens. Raises `text_unavailable` where no Node serves its bundle."""
+        digest = model.text_digest
+        if digest is None or not _DIGEST.fullmatch(digest):
+            raise ShardlineError("text_unavailable", f"no Node serves the text of '{model.model}' yet")
+        kept = self._kept.get(digest)
+        if kept is not None:
+            self._kept.move_to_end(digest)
+            return kept
+        load = self._loads.get(digest)
+        if load is None:
+            load = self._loads[digest] = asyncio.get_running_loop().create_future()
+            # All who wait may have gone when it fails.
+            load.add_done_callback(_looked_at)
+            loader = self._tasks.create_task(self._load(digest, tuple(model.text_nodes), load))
+            self._loaders.add(loader)
+            loader.add_done_callback(self._loaders.discard)
+        # Who leaves does not take the load from the others.
+        return await asyncio.shield(load)
+
+    async def tokenize(self, model: ModelInfo, vocabulary: Vocabulary, text: str, *, add_special: bool) -> list[int]:
+        """Token ids of `text` from one of the model's head Nodes.
+
+        `add_special`: with the tokens that the model wants around a prompt. A text that is too long in any case is
+        refused here: no tokenizer makes fewer tokens of it than its bytes by the longest token.
+        """
+        window = window_of(model)
+        fewest = -(-len(text.encode()) // vocabulary.longest_piece)
+        if fewest > window:
+            raise too_long(fewest, window, param="prompt", at_least=True)
+        request = TokenizeRequest(text=text, add_special=add_special, content_id=model.content_id)
+        reasons = []
+        for peer in model.head_nodes:
+            try:
+                answer = await self._client.json(
+                    "POST",
+                    f"{peer.url}/v1/tokenize",
+                    TokenizeAnswer,
+                    body=request,
+                    max_body=self._settings.api_body_bytes,
+                )
+                return _single_bos(_known(answer.tokens, vocabulary), vocabulary.bundle.bos)
+            except (HttpFailure, ShardlineError) as error:
+                if isinstance(error, ShardlineError) and error.code == "body_too_large":
+                    raise
+                reasons.append(f"{peer.node}: {error}")
+        raise _unavailable(model.model, "tokenises", reasons)
+
+    async def _load(self, digest: str, nodes: Sequence[Peer], load: asyncio.Future[Vocabulary]) -> None:
+        try:
+            vocabulary = await self._from_disk(digest) or await self._from_nodes(digest, nodes)
+            self._kept[digest] = vocabulary
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            load.set_result(vocabulary)
+        except asyncio.CancelledError:
+            load.set_exception(ShardlineError("draining", "the Gateway is stopping"))
+            raise
+        except Exception as error:
+            # Told to all who wait for it; the next request tries again.
+            load.set_exception(error)
+        finally:
+            del self._loads[digest]
+
+    async def _from_disk(self, digest: str) -> Vocabulary | None:
+        path = self._cache_dir / digest
+        raw = await asyncio.to_thread(_read, path)
+        if raw is None:
+            return None
+        try:
+            return await asyncio.to_thread(_checked, raw, digest)
+        except ShardlineError as error:
+            log.warning("text_bundle_damaged: %s", error.message)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+            return None
+
+    async def _from_nodes(self, digest: str, nodes: Sequence[Peer]) -> Vocabulary:
+        reasons = []
+        for peer in nodes:
+            try:
+                response = await self._client.request(
+                    "GET",
+                    f"{peer.url}/v1/text/{digest}",
+                    timeout_s=self._settings.text_s,
+                    limit="text",
+                    max_body=BUNDLE_BYTES,
+                )
+                if response.status != 200:
+                    raise ShardlineError("text_unavailable", f"status {response.status}")
+                vocabulary = await asyncio.to_thread(_checked, response.body, digest)
+            except (HttpFailure, ShardlineError) as error:
+                reasons.append(f"{peer.node}: {error}")
+                continue
+            try:
+                await asyncio.to_thread(_write, self._cache_dir / digest, response.body)
+            except OSError as error:
+                log.warning("text_bundle_not_kept: %s", error.strerror)
+            return vocabulary
+        raise _unavailable("the model", "serves the text bundle", reasons)
+
+
+def _checked(raw: bytes, digest: str) -> Vocabulary:
+    if hashlib.sha256(raw).hexdigest() != digest:
+        raise ShardlineError("text_unavailable", "its text bundle is not the one that was announced")
+    try:
+        bundle = msgspec.msgpack.decode(raw, type=TextBundle)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise ShardlineError("text_unavailable", "its text bundle is not readable") from None
+    size = len(bundle.pieces)
+    ids = [*bundle.special, *bundle.eog, *(token for token in (bundle.bos, bundle.eos) if token is not None)]
+    if not size or any(not 0 <= token < size for token in ids):
+        raise ShardlineError("text_unavailable", "its text bundle names tokens that it does not have")
+    return Vocabulary(bundle)
+
+
+def _known(tokens: list[int], vocabulary: Vocabulary) -> list[int]:
+    for token in tokens:
+        if not 0 <= token < vocabulary.size:
+            raise ShardlineError("engine_error", f"token id {token} is not in the vocabulary")
+    return tokens
+
+
+def _single_bos(tokens: list[int], bos: int | None) -> list[int]:
+    """A prompt that begins with BOS as text, and to which the tokenizer adds one, has one."""
+    if bos is not None and tokens[:2] == [bos, bos]:
+        return tokens[1:]
+    return tokens
+
+
+def _unavailable(model: str, what: str, reasons: list[str]) -> ShardlineError:
+    log.warning("text_unavailable: %s", "; ".join(reasons) or "no Nodes")
+    return ShardlineError("text_unavailable", f"no head Node of {model} {what} now: {len(reasons)} asked")
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        if path.stat().st_size > BUNDLE_BYTES:
+            return None
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _write(path: Path, raw: bytes) -> None:
+    """Whole or not at all, also beside another Gateway that writes the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".text-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(raw)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _looked_at(load: asyncio.Future[Vocabulary]) -> None:
+    if not load.cancelled():
+        load.exception()

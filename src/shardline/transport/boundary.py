@@ -46,7 +46,7 @@ def error_headers(error: ShardlineError) -> list[tuple[bytes, bytes]]:
 
 def error_bytes(error: ShardlineError) -> bytes:
     """The JSON body of an error: `{"error": {…}}`."""
-    return msgspec.json.encode({"error": error.body()})
+    return msgspec.json.encode({"error": error.body()}, enc_hook=str)
 
 
 class ErrorBoundary:

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.errors import ShardlineError
+from shardline.transport.addresses import (
+    check_callable_address,
+    host_port,
+    is_loopback,
+    make_url,
+    resolve_checked,
+    split_url,
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80/x"),
+        ("::1", "http://[::1]:80/x"),
+        ("[::1]", "http://[::1]:80/x"),
+        ("2001:db8::1", "http://[2001:db8::1]:80/x"),
+        ("fe80::1%eth0", "http://[fe80::1%25eth0]:80/x"),
+        ("node-1.lan", "http://node-1.lan:80/x"),
+    ],
+)
+def test_one_function_makes_urls(host: str, url: str) -> None:
+    assert make_url("http", host, 80, "/x") == url
+    assert split_url(url)[1:] == (host.strip("[]"), 80, "/x")
+
+
+@given(st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6)), st.integers(1, 65535))
+def test_every_address_survives_the_way_into_a_url_and_back(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int
+) -> None:
+    parts = split_url(make_url("https", str(address), port, "/a?b=c"))
+    assert (parts.scheme, ipaddress.ip_address(parts.host), parts.port, parts.target) == (
+        "https",
+        address,
+        port,
+        "/a?b=c",
+    )
+
+
+@given(st.text(alphabet=st.sampled_from("http:/[]@#%?&=.\\ \r\n\x00aZ09é"), max_size=40))
+def test_no_text_breaks_the_url_reader(text: str) -> None:
+    try:
+        parts = split_url("http://" + text)
+    except ShardlineError as error:
+        assert error.code == "invalid_value"
+    else:
+        assert not set(parts.host + parts.target) & set("\r\n \x00@#\\é")
+        assert parts.target.startswith("/")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "ftp://a/",
+        "http://",
+        "http://user:secret@host/",
+        "http://host:0/",
+        "http://host:65536/",
+        "http://host:99999999/",
+        "http://2001:db8::1:8000/",
+        "http://host/a b",
+        "http://host/a\r\nx: y",
+        "http://host/#fragment",
+        "http://[::1/",
+        "//host/",
+    ],
+)
+def test_refused_urls(url: str) -> None:
+    with pytest.raises(ShardlineError) as caught:
+        split_url(url)
+    assert caught.value.code == "invalid_value"
+
+
+def test_ports_and_paths_by_default() -> None:
+    assert split_url("http://host") == ("http", "host", 80, "/")
+    assert split_url("https://host?q=1") == ("https", "host", 443, "/?q=1")
+    assert host_port("::1", 5) == "[::1]:5"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "::ffff:127.0.0.1", "localhost", "a.localhost"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.evil.test", "127.0.0.1.evil.test"])
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
+
+
+REFUSED = [
+    "169.254.169.254",
+    "169.254.1.1",
+    "fe80::1",
+    "fe80::1%eth0",
+    "::ffff:169.254.169.254",
+    "64:ff9b::a9fe:a9fe",
+    "100.100.100.200",
+    "fd00:ec2::254",
+    "0.0.0.0",
+    "::",
+    "0.1.2.3",
+    "224.0.0.1",
+    "ff02::1",
+    "255.255.255.255",
+    "240.0.0.1",
+]
+
+
+@pytest.mark.parametrize("host", REFUSED)
+@pytest.mark.parametrize("loopback_ok", [True, False])
+def test_addresses_that_nobody_may_make_us_call(host: str, loopback_ok: bool) -> None:
+    with pytest.raises(ShardlineError) as caught:
+        check_callable_address(host, loopback_ok=loopback_ok)
+    assert caught.value.code == "address_refused"
+    assert host in caught.value.message
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "192.168.0.7", "100.64.0.1", "8.8.8.8", "fd12::1", "2001:db8::1", "name.lan"])
+def test_addresses_that_may_be_called(host: str) -> None:
+    check_callable_address(host, loopback_ok=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "::ffff:127.0.0.1"])
+def test_loopback_is_called_from_loopback_only(host: str) -> None:
+    check_callable_address(host, loopback_ok=True)
+    with pytest.raises(ShardlineError):
+        check_callable_address(host, loopback_ok=False)
+
+
+async def test_resolving_gives_the_address_to_dial() -> None:
+    assert await resolve_checked("127.0.0.1", 81, True) == ("127.0.0.1", 81)
+    ip, port = await resolve_checked("localhost", 82, True)
+    assert is_loopback(ip) and port == 82
+
+
+@pytest.mark.parametrize("host", ["2130706433", "127.1", "0x7f000001", "0177.0.0.1"])
+async def test_other_spellings_of_loopback_are_seen_through(host: str) -> None:
+    assert await resolve_checked(host, 80, True) == ("127.0.0.1", 80)
+    with pytest.raises(ShardlineError) as caught:
+        await resolve_checked(host, 80, False)
+    assert caught.value.code == "address_refused"
+
+
+async def test_metadata_address_written_as_a_number_is_refused() -> None:
+    with pytest.raises(ShardlineError) as caught:
+        await resolve_checked(str(int(ipaddress.ip_address("169.254.169.254"))), 80, True)
+    assert caught.value.code == "address_refused"
+
+
+async def test_a_name_that_cannot_exist() -> None:
+    with pytest.raises(ShardlineError) as caught:
+        await resolve_checked("a..b", 80, True)
+    assert caught.value.code == "address_refused"

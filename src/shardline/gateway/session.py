@@ -207,7 +207,6 @@ class RouteSession:
             self._node_failed(line, event)
         elif isinstance(event, Closed):
             line.closed = line.ended = True
-            self._record.seam(index, event.prefill, event.decode)
             if not self._closing and self.failure is None and not self._pending_verdict:
                 self._fail(self._lost(line, "closed the session by itself"))
 

@@ -160,13 +160,8 @@ class Sessions:
         self.ledger.release(slot.ticket.kv_tokens)
         heapq.heappush(self._free_numbers, slot.number)
         stream = self._streams.pop(slot.key)
-        stream.emit(
-            Closed(
-                kv_released=slot.ticket.kv_tokens,
-                prefill=slot.sent_prefill.count(),
-                decode=slot.sent_decode.count(),
-            )
-        )
+        stream.emit(_beat_of(slot))  # the last numbers, also of a session shorter than a beat
+        stream.emit(Closed(kv_released=slot.ticket.kv_tokens))
         stream.end()
 
     # ---- liveness --------------------------------------------------------------------------------------------
@@ -191,13 +186,7 @@ class Sessions:
 
     def _send_beats(self) -> None:
         for slot in self._slots.values():
-            beat = Beat(
-                position=slot.computed_end,
-                times=slot.times,
-                prefill=slot.sent_prefill.count(),
-                decode=slot.sent_decode.count(),
-            )
-            self._streams[slot.key].emit(beat)
+            self._streams[slot.key].emit(_beat_of(slot))
 
     def _judge_gateways(self, now: float) -> None:
         silent = {g for g, last in self._gateways.items() if now - last > self._settings.beat_timeout_s}
@@ -208,3 +197,12 @@ class Sessions:
         if len(self._gateways) > _GATEWAYS_KEPT:
             used = {s.ticket.gateway for s in self._slots.values()}
             self._gateways = {g: t for g, t in self._gateways.items() if g in used}
+
+
+def _beat_of(slot: Slot) -> Beat:
+    return Beat(
+        position=slot.computed_end,
+        times=slot.times,
+        prefill=slot.sent_prefill.count(),
+        decode=slot.sent_decode.count(),
+    )

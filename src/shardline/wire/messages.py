@@ -428,8 +428,6 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field=
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed", tag_field="event"):
     kv_released: int
-    prefill: SeamCount = SeamCount()
-    decode: SeamCount = SeamCount()
 
 
 StreamEvent = Opened | Beat | Progress | Token | Text | Finished | Failed | Closed

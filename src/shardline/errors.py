@@ -78,6 +78,7 @@ CATALOGUE: dict[str, Fault] = {
     "session_gone": Fault(404, NOT_FOUND, False, "Drop the rows: the session is closed."),
     "duplicate": Fault(409, INVALID, False, "The step was accepted before and is not computed again."),
     "rollback_unsupported": Fault(409, INVALID, False, "This engine cannot go back: open a new session."),
+    "snapshot_invalid": Fault(400, INVALID, False, "Drop the saved slot: it is damaged, or of another Shard."),
     "queue_overflow": Fault(503, SERVER, True, "The queue of this Node is full: send again after a pause."),
     "registration_refused": Fault(403, PERMISSION, False, "Correct what the message names, then start the Node again."),
     "unknown_node": Fault(404, NOT_FOUND, True, "Register again: the Tracker does not know this Node."),

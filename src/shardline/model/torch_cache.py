@@ -1,0 +1,130 @@
+"""The Hot KV State of one slot: a transformers cache for the layers of the Shard, counted, rolled back and saved.
+
+Owns when a rollback is exact and the form of a saved slot (one safetensors document). Knows no model and computes
+nothing. Numbers are read from the cache itself, never kept beside it. Shown by tests/model/test_torch_cache.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from shardline.errors import ShardlineError
+from shardline.formats.safetensors import parse_header
+
+FORM = "shardline-slot-1"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """What one layer keeps: shapes of keys and values for one token ([heads, width]), dtype, and its window."""
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    dtype: torch.dtype
+    window: int | None
+    """None: full attention."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return (self.keys[0] * self.keys[1] + self.values[0] * self.values[1]) * self.dtype.itemsize
+
+    def kept(self, tokens: int) -> int:
+        """How many of `tokens` positions are still in the cache."""
+        return tokens if self.window is None else min(tokens, self.window - 1)
+
+
+def window_of(layer: DynamicLayer) -> int | None:
+    return int(layer.sliding_window) if layer.is_sliding else None
+
+
+def forms_of(cache: DynamicCache) -> tuple[LayerForm, ...]:
+    """The forms of all layers of a cache that holds something."""
+    return tuple(
+        LayerForm(
+            (layer.keys.shape[1], layer.keys.shape[3]),
+            (layer.values.shape[1], layer.values.shape[3]),
+            layer.keys.dtype,
+            window_of(layer),
+        )
+        for layer in cache.layers
+    )
+
+
+def tokens_in(cache: DynamicCache) -> int:
+    """Positions that the cache has seen, as its first layer counts them."""
+    return int(cache.get_seq_length())
+
+
+def rollback(cache: DynamicCache, position: int) -> None:
+    """Drop all at and above `position`. Exact, or `rollback_unsupported`: a sliding window that has moved on no longer
+    holds what came before it."""
+    tokens = tokens_in(cache)
+    if not 0 <= position <= tokens:
+        raise ShardlineError(
+            "rollback_unsupported", f"position {position} lies outside of the {tokens} tokens held", position=position
+        )
+    windows = [w for w in map(window_of, cache.layers) if w is not None]
+    if position < tokens and windows and tokens >= min(windows):
+        raise ShardlineError(
+            "rollback_unsupported",
+            f"the sliding window of {min(windows)} has passed: {tokens} tokens are held",
+            position=position,
+        )
+    if position == 0:
+        cache.reset()
+    elif position < tokens:
+        cache.crop(position - tokens)
+
+
+def save(cache: DynamicCache, shard: str) -> bytes:
+    """The cache as one safetensors document; `shard` says whose it is (any text, compared by `restore`)."""
+    tensors = {}
+    tokens = tokens_in(cache)
+    if tokens:
+        for index, layer in enumerate(cache.layers):
+            tensors[f"{index}.keys"] = layer.keys.contiguous()
+            tensors[f"{index}.values"] = layer.values.contiguous()
+    return bytes(save_tensors(tensors, {"form": FORM, "shard": shard, "tokens": str(tokens)}))
+
+
+def restore(cache: DynamicCache, state: bytes, shard: str, forms: tuple[LayerForm, ...]) -> None:
+    """Fill an empty cache from what `save` gave; `snapshot_invalid` for what is damaged, or not of this Shard."""
+    metadata, tensors = _read(state)
+    if metadata.get("form") != FORM or metadata.get("shard") != shard:
+        raise _invalid("it is of another Shard")
+    try:
+        tokens = int(metadata["tokens"])
+    except (KeyError, ValueError):
+        raise _invalid("it does not say how many tokens it holds") from None
+    expected = {
+        f"{index}.{part}": ((1, shape[0], form.kept(tokens), shape[1]), form.dtype)
+        for index, form in enumerate(forms)
+        for part, shape in (("keys", form.keys), ("values", form.values))
+        if tokens
+    }
+    if tokens < 0 or {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} != expected:
+        raise _invalid("its tensors are not those of this Shard")
+    for index, layer in enumerate(cache.layers if tokens else ()):
+        keys, values = tensors[f"{index}.keys"], tensors[f"{index}.values"]
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if layer.is_sliding:
+            layer.cumulative_length = tokens
+
+
+def _read(state: bytes) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    try:
+        header = parse_header(state, len(state))
+        return dict(header.metadata), load_tensors(state)
+    except (ShardlineError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise _invalid(f"it is damaged ({error!s:.100})") from None
+
+
+def _invalid(why: str) -> ShardlineError:
+    return ShardlineError("snapshot_invalid", f"this saved slot cannot be restored: {why}")

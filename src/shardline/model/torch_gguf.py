@@ -1,0 +1,308 @@
+"""Configuration and weights of a Shard from a GGUF file, through transformers' own tables of names.
+
+Owns the way from GGUF metadata to a configuration, in which no key of the architecture is passed over in silence, and
+from GGUF tensors to parameters: tensor by tensor of the Shard, dequantised in small chunks. The header is checked by
+formats/gguf.py. Shown by tests/model/test_torch_gguf.py and test_torch_smollm2.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from shardline.errors import ShardlineError
+from shardline.formats.gguf import Array, GGUFHeader, TensorInfo, Value
+from shardline.formats.layers import place_of
+from shardline.model.torch_build import Skeleton
+from shardline.model.torch_weights import CHUNK_BYTES, OpenFiles, ShardWeights, StoredTensor, file_invalid, fill_plain
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+_MORE_KEYS = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Keys that mean the same for every architecture, where transformers' table of it leaves them out."""
+
+_HEAD_WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+"""Widths that must all be those of a head: the model classes know no other."""
+
+
+def _unsupported(architecture: str, why: str) -> ShardlineError:
+    return ShardlineError(
+        "architecture_unsupported",
+        f"the PyTorch engine does not read this GGUF file of {architecture}: {why}. Take its safetensors version",
+        architecture=architecture,
+    )
+
+
+def quantisation_of(header: GGUFHeader) -> str:
+    """The tensor type that most bytes of the file have."""
+    sizes: Counter[str] = Counter()
+    for info in header.tensors.values():
+        sizes[info.type] += info.nbytes
+    return sizes.most_common(1)[0][0] if sizes else "none"
+
+
+def config_of(header: GGUFHeader) -> PreTrainedConfig:
+    """The transformers configuration of a GGUF file.
+
+    Raises `architecture_unsupported` for an architecture without a table, and for a key of the architecture that no
+    table knows: what it says about the computation would be lost.
+    """
+    architecture = header.text("general.architecture")
+    kind = _model_type(architecture)
+    table = GGUF_CONFIG_MAPPING[kind]
+    fields: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind, {}))
+    fields["tie_word_embeddings"] = "output.weight" not in header.tensors
+    for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items():
+        if f"tokenizer.{key}" in header.kv:
+            fields[name] = header.integer(f"tokenizer.{key}")
+    prefix = f"{architecture}."
+    stated = {key.removeprefix(prefix): value for key, value in header.kv.items() if key.startswith(prefix)}
+    for key, value in stated.items():
+        name = table[key] if key in table else _more(key, value, architecture)
+        if name is not None:
+            fields[name] = _scalar(key, value, architecture)
+    tokens = header.kv.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Array):
+        fields.setdefault("vocab_size", tokens.count)
+    model_type = f"{kind}_text" if f"{kind}_text" in CONFIG_MAPPING else kind
+    config = _make(model_type, fields, architecture)
+    _check_fields(config, fields, architecture)
+    _check_widths(config, stated, architecture)
+    return config
+
+
+def _model_type(architecture: str) -> str:
+    """The key of transformers' table: the same name, spelled with underscores (`qwen3moe` is `qwen3_moe`)."""
+    plain = architecture.replace("-", "").replace("_", "")
+    for kind in GGUF_CONFIG_MAPPING:
+        if kind not in ("general", "tokenizer") and kind.replace("_", "") == plain:
+            return str(kind)
+    raise _unsupported(architecture, "transformers has no table for the architecture")
+
+
+def _more(key: str, value: Value, architecture: str) -> str | None:
+    """The name of a key that is not in the architecture's table; None where there is nothing to keep."""
+    if key in _MORE_KEYS:
+        return _MORE_KEYS[key]
+    if key in _HEAD_WIDTHS or (key, value) == ("rope.scaling.type", b"none"):
+        return None
+    raise _unsupported(architecture, f"it does not know the key {key}")
+
+
+def _scalar(key: str, value: Value, architecture: str) -> Any:
+    if isinstance(value, Array):
+        raise _unsupported(architecture, f"the key {key} has a value for each layer")
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _make(model_type: str, fields: dict[str, Any], architecture: str) -> PreTrainedConfig:
+    if model_type not in CONFIG_MAPPING:
+        raise _unsupported(architecture, f"transformers has no model type {model_type}")
+    try:
+        return CONFIG_MAPPING[model_type](**fields)
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise _unsupported(architecture, f"its metadata are refused ({error!s:.300})") from None
+
+
+def _check_fields(config: PreTrainedConfig, fields: Mapping[str, Any], architecture: str) -> None:
+    """Every field must be one that this type of configuration has: a foreign one would be kept and never read."""
+    known = vars(type(config)()) | type(config).attribute_map
+    foreign = [name for name in fields if name not in known and name not in ("rope_theta", "unk_token_id")]
+    if foreign:
+        raise _unsupported(architecture, f"its model type has no {', '.join(foreign)}")
+
+
+def _check_widths(config: PreTrainedConfig, stated: Mapping[str, Value], architecture: str) -> None:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for key in _HEAD_WIDTHS:
+        if stated.get(key, width) != width:
+            raise _unsupported(architecture, f"{key} is {stated[key]}, but a head has the width {width}")
+
+
+def load_gguf(header: GGUFHeader, path: Path, weights: ShardWeights) -> None:
+    """Fill the Shard's parameters. Raises `model_file_invalid` with the name of what is missing, unexpected or odd."""
+    architecture = header.text("general.architecture")
+    skeleton = weights.skeleton
+    transform = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=skeleton.config.to_dict())
+    names = _names(skeleton, transform, architecture)
+    jobs: dict[str, list[TensorInfo]] = {}
+    for name, info in header.tensors.items():
+        target = _target(name, names)
+        if target is not None:
+            jobs.setdefault(target, []).append(info)
+        elif name != _ROPE_FACTORS:
+            weights.check_known(_as_parameter(name, skeleton), name)
+    _check_complete(jobs, names, weights)
+    weights.plan(jobs)
+    with OpenFiles() as files:
+        for target, infos in jobs.items():
+            if weights.wants(target):
+                _fill(target, [_stored(info, path, files) for info in infos], transform, names, weights)
+        if _ROPE_FACTORS in header.tensors:
+            factors = _stored(header.tensors[_ROPE_FACTORS], path, files).load(torch.float32)
+            _divide_frequencies(skeleton, factors, architecture)
+
+
+class _Names:
+    """What transformers' name map asks of a model: parameter names, and no submodules (it would map each anew)."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+
+    def state_dict(self) -> dict[str, None]:
+        return dict.fromkeys(self._names)
+
+    def named_children(self) -> tuple[()]:
+        return ()
+
+
+def _names(skeleton: Skeleton, transform: TensorProcessor, architecture: str) -> dict[str, str]:
+    """GGUF tensor name -> parameter name, as transformers has it."""
+    kind, count = str(skeleton.config.model_type), skeleton.n_layers
+    names = list(skeleton.model.state_dict())
+    prefix = f"{skeleton.decoder_name}."
+    inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    try:
+        found = get_gguf_hf_weights_map(_Names(inner), transform, kind, count, prefix)
+        return found | get_gguf_hf_weights_map(_Names(names), transform, kind, count)
+    except NotImplementedError:
+        raise _unsupported(architecture, "the gguf package has no names for it") from None
+
+
+def _target(name: str, names: Mapping[str, str]) -> str | None:
+    return names.get(name) or names.get(name.removesuffix(".weight"))
+
+
+def _as_parameter(name: str, skeleton: Skeleton) -> str:
+    """What an unknown tensor would be called in the model: its layer decides whether it concerns the Shard."""
+    place = place_of(name)
+    return f"{skeleton.decoder_name}.{skeleton.layers_name}.{place}.{name}" if isinstance(place, int) else name
+
+
+def _check_complete(jobs: Mapping[str, list[TensorInfo]], names: Mapping[str, str], weights: ShardWeights) -> None:
+    """A parameter that is made of several tensors needs all of them."""
+    parts = Counter(names.values())
+    for target, infos in jobs.items():
+        if len(infos) != parts[target] and weights.skeleton.layer_of(target) is not None:
+            there = {info.name.removesuffix(".weight") for info in infos}
+            absent = [n for n, t in names.items() if t == target and n.removesuffix(".weight") not in there]
+            raise file_invalid(f"tensor {', '.join(absent)} is missing in the model file", tensors=absent)
+
+
+def _stored(info: TensorInfo, path: Path, files: OpenFiles) -> StoredTensor:
+    shape = tuple(reversed(info.shape))
+    plain = _PLAIN.get(info.type)
+    if plain is not None:
+        fill = partial(fill_plain, files, path, info.offset, plain)
+        return StoredTensor(info.name, shape, plain, info.nbytes, fill, partial(_slice, info, path, files))
+    fill = partial(_fill_blocks, files, path, info)
+    return StoredTensor(info.name, shape, torch.float32, info.nbytes, fill, partial(_slice, info, path, files))
+
+
+def _slice(info: TensorInfo, path: Path, files: OpenFiles, index: int) -> StoredTensor:
+    """Entry `index` of the outermost dimension, as a tensor whose outermost dimension is 1."""
+    count = info.shape[-1]
+    nbytes = info.nbytes // count
+    part = replace(info, shape=(*info.shape[:-1], 1), offset=info.offset + index * nbytes, nbytes=nbytes)
+    return _stored(part, path, files)
+
+
+def _fill_blocks(files: OpenFiles, path: Path, info: TensorInfo, out: torch.Tensor) -> None:
+    """Dequantise into `out`, a chunk of rows at a time."""
+    width = info.shape[0]
+    rows = math.prod(info.shape[1:])
+    row_bytes = info.nbytes // rows
+    kind = GGMLQuantizationType(info.type_id)
+    flat = out.view(rows, width)
+    step = max(1, CHUNK_BYTES // row_bytes)
+    buffer = np.empty((min(step, rows), row_bytes), dtype=np.uint8)
+    for start in range(0, rows, step):
+        part = buffer[: min(step, rows - start)]
+        files.read(path, info.offset + start * row_bytes, memoryview(part).cast("B"))
+        try:
+            values = dequantize(part, kind)
+        except NotImplementedError:
+            raise file_invalid(f"this engine does not read {info.type}, the type of tensor {info.name}") from None
+        flat[start : start + len(part)].copy_(torch.from_numpy(values))
+
+
+def _fill(
+    target: str,
+    sources: list[StoredTensor],
+    transform: TensorProcessor,
+    names: Mapping[str, str],
+    weights: ShardWeights,
+) -> None:
+    """One parameter from the tensors that make it, with transformers' changes of layout in between."""
+    if len(sources) == 1 and _is_unchanged(sources[0], transform, names):
+        weights.read(target, sources[0])
+        return
+    if len(sources[0].shape) < 3:
+        weights.put(target, _transformed(target, sources, transform, names))
+        return
+    # A stack of matrices (experts): one at a time, so that little is held twice.
+    result = weights.empty(target)
+    for index in range(sources[0].shape[0]):
+        one = _transformed(target, [source.slice(index) for source in sources], transform, names)
+        if one.shape[1:] != result.shape[1:] or any(source.shape[0] != len(result) for source in sources):
+            raise file_invalid(f"the tensors for {target} do not fit it", tensors=[s.name for s in sources])
+        result[index] = one[0]
+    weights.put(target, result)
+
+
+def _is_unchanged(source: StoredTensor, transform: TensorProcessor, names: Mapping[str, str]) -> bool:
+    """Whether transformers takes this tensor as it is: asked with an array of its shape that takes no memory."""
+    if len(source.shape) > 2:
+        return False
+    empty = np.broadcast_to(np.float32(0), source.shape)
+    held: dict[str, Any] = {"tensors": {}}
+    result = transform.process(empty, name=source.name, tensor_key_mapping=names, parsed_parameters=held)
+    return result.weights is empty and result.name == source.name
+
+
+def _transformed(
+    target: str, sources: list[StoredTensor], transform: TensorProcessor, names: Mapping[str, str]
+) -> torch.Tensor:
+    held: dict[str, Any] = {"tensors": {}}
+    made: torch.Tensor | None = None
+    for source in sources:
+        values = source.load(torch.float32).numpy()
+        try:
+            result = transform.process(values, name=source.name, tensor_key_mapping=names, parsed_parameters=held)
+        except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
+            raise file_invalid(f"tensor {source.name} does not fit the model: {error!s:.200}") from None
+        if result.name is not None:
+            made = torch.from_numpy(np.ascontiguousarray(result.weights))
+    made = held["tensors"].get(target, made)
+    if made is None:
+        raise file_invalid(f"transformers makes nothing of the tensors for {target}")
+    return made
+
+
+def _divide_frequencies(skeleton: Skeleton, factors: torch.Tensor, architecture: str) -> None:
+    """Apply the file's own rotary factors, one a frequency: a longer context by slower rotation."""
+    owners = [m for m in skeleton.decoder.modules() if isinstance(m._buffers.get("inv_freq"), torch.Tensor)]
+    if len(owners) != 1 or owners[0].inv_freq.shape != factors.shape:
+        raise _unsupported(architecture, f"its {_ROPE_FACTORS} do not fit the model")
+    for name in ("inv_freq", "original_inv_freq"):
+        if name in owners[0]._buffers:
+            owners[0]._buffers[name] = owners[0]._buffers[name] / factors

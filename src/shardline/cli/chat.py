@@ -23,7 +23,7 @@ _HELP = "Enter sends. /new forgets the conversation, /quit or Ctrl-D ends. Ctrl-
 @click.option("--system", help="Instructions that stand before the conversation.")
 @click.option("--max-tokens", type=click.IntRange(1), help="[default: the Gateway's]")
 @click.option("--temperature", type=click.FloatRange(0), help="[default: 1, as the API]")
-@click.option("--seed", type=int)
+@click.option("--seed", type=int, help="Same seed, same answer.")
 @click.option("--gateway", "gateway_url", metavar="URL", help="The Gateway [default: the one of this machine].")
 @click.option("--json", "as_json", is_flag=True, help="With -m: one JSON object at the end, text and telemetry.")
 @pass_invocation

@@ -73,6 +73,7 @@ class Endpoint:
         if body is not None:
             headers["Content-Type"] = "application/json"
         payload = None if body is None else json.dumps(body).encode()
+        response = None
         try:
             try:
                 connection.connect()
@@ -91,6 +92,9 @@ class Endpoint:
         except (http.client.HTTPException, OSError) as error:
             raise self._broken(str(error) or type(error).__name__) from None
         finally:
+            # The response owns the socket once the other side has said that it will close.
+            if response is not None:
+                response.close()
             connection.close()
 
     def _unreachable(self, error: OSError) -> ShardlineError:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli.invocation import Invocation, pass_invocation
-from shardline.cli.roles import ENGINES
+from shardline.cli.roles import ENGINE_HELP, ENGINES
 from shardline.cli.values import LayerRanges, check_cover, split_evenly
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Cluster:
 @click.argument("model", metavar="MODEL", type=click.Path(exists=True, path_type=Path))
 @click.option("--nodes", type=click.IntRange(1), help="Nodes that share the layers evenly.  [default: 2]")
 @click.option("--layers", "ranges", type=LayerRanges(), help="Or the range of each Node: 0:10,10:20,20:30.")
-@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True)
+@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True, help=ENGINE_HELP)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the Gateway.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
@@ -149,7 +149,7 @@ def up(
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
 )
-@click.option("--tracker-port", type=click.IntRange(0, 65535), default=7070, show_default=True)
+@click.option("--tracker-port", type=click.IntRange(0, 65535), default=7070, show_default=True, help="0: any free one.")
 @click.option("--api-keys", "api_keys_file", metavar="FILE", help="Keys that clients must send, one a line.")
 @click.option("--insecure-plain-http", is_flag=True, help="Allow a --host beyond loopback, over unencrypted HTTP.")
 @pass_invocation
@@ -173,12 +173,12 @@ def serve(invocation: Invocation, /, **flags: Any) -> None:
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
 )
-@click.option("--question", default=QUESTION, show_default=True)
+@click.option("--question", default=QUESTION, show_default=True, help="What to ask the model.")
 @click.option("--once", is_flag=True, help="End after the answer.")
 @click.option(
     "--model", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2, if its package is there]"
 )
-@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True)
+@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True, help=ENGINE_HELP)
 @pass_invocation
 def demo(
     invocation: Invocation, nodes: int, port: int, question: str, once: bool, model: Path | None, engine: str

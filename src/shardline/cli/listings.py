@@ -169,7 +169,36 @@ def explain(invocation: Invocation, model: str, tracker_url: str | None, as_json
 
 
 def explain_text(answer: dict[str, Any]) -> str:
-    return json.dumps(answer, indent=2, ensure_ascii=False)
+    """Per group of Shards that may share a route: the Shards, the links that are out, the routes by cost."""
+    taken = " → ".join(answer["taken"]) if answer.get("taken") else "none"
+    lines = [f"A request for {answer['model']} now takes: {taken}"]
+    for group in answer["groups"]:
+        lines += ["", f"{group['content_id']}  {group['engine_class']}  {group['n_layers']} layers"]
+        if group["missing"]:
+            lines.append("  missing layers: " + ", ".join(f"{first}:{last}" for first, last in group["missing"]))
+        shards = [
+            (
+                f"  {shard['node']}",
+                f"{shard['layers'][0]}:{shard['layers'][1]}",
+                f"{shard['decode_ms']:.2f}" + ("" if shard["measured"] else " (guessed)"),
+                f"{shard['load']:.2f}",
+                f"{shard['kv_reserved']}/{shard['kv_capacity']}",
+                "yes" if shard["usable"] else f"no: {shard['reason']}",
+            )
+            for shard in group["shards"]
+        ]
+        lines.append(columns(("  SHARD OF", "LAYERS", "MS/TOKEN", "LOAD", "KV RESERVED", "USABLE"), shards))
+        lines += [f"  not over {link['from']} → {link['to']}: {link['reason']}" for link in group["blocked"]]
+        for route in group["routes"]:
+            cost = (
+                f"{route['estimate_ms']:.2f} ms/token (compute {route['compute_ms']:.2f}, hops {route['hop_ms']:.2f},"
+            )
+            cost += f" return {route['return_ms']:.2f})"
+            mark = "taken:" if route["taken"] else "not taken:"
+            lines.append(f"  {' → '.join(route['nodes'])}  {cost}  {mark} {route['reason']}")
+        if not group["complete"]:
+            lines.append("  … and dearer ones")
+    return "\n".join(lines)
 
 
 @click.group()

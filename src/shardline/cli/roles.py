@@ -18,6 +18,7 @@ from shardline.errors import ShardlineError
 from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
 
 ENGINES = ("torch", "scripted")
+ENGINE_HELP = "What computes; `scripted` runs no model, for tests."
 Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions)
 
 
@@ -88,9 +89,13 @@ def gateway(
 
     It speaks the OpenAI API, opens a session over a route for each request, and streams tokens and telemetry.
     """
-    from shardline.gateway.run import run
+    from shardline.transport.http_server import check_listener
 
     configuration = invocation.configuration(tracker=tracker_url, api_keys_file=api_keys_file)
+    api_keys = configuration.api_keys()
+    check_listener(host, insecure_plain_http=insecure_plain_http, credential=next(iter(api_keys), None))
+    from shardline.gateway.run import run
+
     _run(
         invocation,
         "gateway",
@@ -102,7 +107,7 @@ def gateway(
             port=port,
             credential=credential_of(configuration),
             state_dir=configuration.state_dir,
-            api_keys=configuration.api_keys(),
+            api_keys=api_keys,
             insecure_plain_http=insecure_plain_http,
             announce=announce,
         ),
@@ -121,7 +126,7 @@ def gateway(
 @click.option(
     "--memory", "memory_bytes", type=Memory(), help="What the Node may use when the Tracker places it, as 4GiB."
 )
-@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True)
+@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True, help=ENGINE_HELP)
 @click.option("--kv-tokens", type=click.IntRange(1), help="KV capacity in tokens [default: what fits into memory].")
 @click.option(
     "--threads", type=click.IntRange(0), default=0, show_default=True, help="Compute threads; 0: the engine's choice."

@@ -1,0 +1,100 @@
+"""`shardline chat`: what is sent, what is shown, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from shardline.cli.chat import Conversation, first_model
+from shardline.cli.client import Endpoint
+from shardline.cli.main import cli
+from shardline.errors import ShardlineError
+
+MODELS = {"object": "list", "data": [{"id": "smol"}, {"id": "other"}]}
+
+
+def delta(text: str, **more: Any) -> str:
+    return "data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}}], **more})
+
+
+def answering(stage, event: dict[str, Any]) -> None:
+    stage.json("GET /v1/models", MODELS)
+    stage.events(
+        "POST /v1/chat/completions",
+        'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}',
+        "data: " + json.dumps({"choices": [], "telemetry": event}),
+        delta("Hel"),
+        delta("lo", telemetry={**event, "phase": "completed"}),
+        'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}',
+        'data: {"choices": [], "usage": {"total_tokens": 3}}',
+        "data: [DONE]",
+    )
+
+
+def test_one_question_writes_the_answer_to_stdout_and_the_account_to_stderr(stage, event: dict[str, Any]) -> None:
+    answering(stage, event)
+    done = CliRunner().invoke(
+        cli, ["chat", "--gateway", stage.url, "-m", "hi", "--max-tokens", "7", "--system", "Be brief"]
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "Hello\n"
+    assert "n-0 0:15 → n-1 15:30" in done.stderr and "12.5 tokens/s" in done.stderr
+    body = json.loads(stage.asked[-1][2])
+    assert body == {
+        "model": "smol",
+        "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "hi"}],
+        "stream": True,
+        "stream_options": {"include_usage": True, "include_telemetry": True},
+        "max_tokens": 7,
+    }
+
+
+def test_json_has_text_and_telemetry(stage, event: dict[str, Any]) -> None:
+    answering(stage, event)
+    done = CliRunner().invoke(
+        cli, ["chat", "--gateway", stage.url, "-m", "-", "--json", "--model", "other"], input="from stdin"
+    )
+    assert json.loads(done.stdout) == {"model": "other", "text": "Hello", "telemetry": {**event, "phase": "completed"}}
+    assert json.loads(stage.asked[-1][2])["messages"] == [{"role": "user", "content": "from stdin"}]
+
+
+def test_a_conversation_goes_on_and_can_be_forgotten(stage, event: dict[str, Any]) -> None:
+    answering(stage, event)
+    done = CliRunner().invoke(cli, ["chat", "--gateway", stage.url], input="one\n\ntwo\n/new\nthree\n/quit\n")
+    assert done.exit_code == 0, done.output
+    asked = [json.loads(body)["messages"] for what, _, body in stage.asked if what.startswith("POST")]
+    assert [[m["content"] for m in messages] for messages in asked] == [["one"], ["one", "Hello", "two"], ["three"]]
+
+
+def test_a_failed_answer_is_told_and_the_question_taken_back(stage, event: dict[str, Any]) -> None:
+    stage.json("GET /v1/models", MODELS)
+    failure = ShardlineError("node_lost", "Node n-1 is gone", node="n-1")
+    stage.events("POST /v1/chat/completions", delta("Hel"), "data: " + json.dumps({"error": failure.body()}))
+    done = CliRunner().invoke(cli, ["chat", "--gateway", stage.url], input="one\ntwo\n")
+    assert done.exit_code == 0
+    assert done.stderr.count("failed: Node n-1 is gone (node_lost)") == 2
+    assert len(json.loads(stage.asked[-1][2])["messages"]) == 1
+
+
+def test_an_error_of_one_question_is_raised(stage) -> None:
+    stage.json("GET /v1/models", MODELS)
+    stage.json(
+        "POST /v1/chat/completions", {"error": ShardlineError("capacity", "all routes are full").body()}, status=503
+    )
+    conversation = Conversation(Endpoint("Gateway", stage.url, ""), "smol", None, {})
+    with pytest.raises(ShardlineError, match="all routes are full"):
+        conversation.ask("hi", None)
+
+
+def test_no_model_yet(stage) -> None:
+    stage.json("GET /v1/models", {"data": []})
+    with pytest.raises(ShardlineError) as raised:
+        first_model(Endpoint("Gateway", stage.url, ""))
+    assert raised.value.code == "model_unavailable"
+
+
+def test_json_needs_a_message() -> None:
+    assert CliRunner().invoke(cli, ["chat", "--json"]).exit_code == 2

@@ -1,0 +1,82 @@
+"""What a command makes of every answer, and of none."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from shardline.cli.client import Endpoint
+from shardline.errors import ShardlineError
+
+
+def test_the_secret_and_the_protocol_go_along(stage) -> None:
+    stage.json("GET /v1/nodes", {"nodes": []})
+    assert Endpoint("Tracker", stage.url, "a-secret").get("/v1/nodes") == {"nodes": []}
+    (_, headers, _) = stage.asked[0]
+    assert headers["Authorization"] == "Bearer a-secret"
+    assert headers["Shardline-Protocol"] == "1"
+
+
+def test_a_url_may_have_a_path_and_no_secret_is_fine(stage) -> None:
+    stage.json("GET /behind/v1/models", {"data": []})
+    Endpoint("Gateway", f"{stage.url}/behind/", "").get("/v1/models")
+    assert "Authorization" not in stage.asked[0][1]
+
+
+def test_proxy_variables_are_not_followed(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    stage.json("GET /v1/models", {"data": []})
+    assert Endpoint("Gateway", stage.url, "").get("/v1/models") == {"data": []}
+
+
+def test_an_error_object_is_raised_with_its_code(stage) -> None:
+    body = {"error": {"code": "queue_full", "message": "64 requests wait", "type": "rate_limit_error", "limit": 64}}
+    stage.json("GET /v1/models", body, status=429)
+    with pytest.raises(ShardlineError) as raised:
+        Endpoint("Gateway", stage.url, "").get("/v1/models")
+    assert (raised.value.code, raised.value.message) == ("queue_full", "64 requests wait")
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(200, b"<html>login</html>"), (502, b"<html>Bad Gateway</html>"), (404, b"{}"), (500, b"[1]")]
+)
+def test_another_program_behind_the_url_is_named_as_such(stage, status: int, body: bytes) -> None:
+    stage.answers["GET /v1/nodes"] = (status, "text/html", body)
+    with pytest.raises(ShardlineError, match=r"is no Shardline Tracker") as raised:
+        Endpoint("Tracker", stage.url, "").get("/v1/nodes")
+    assert raised.value.code == "tracker_unreachable"
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(ShardlineError, match="no Gateway answers at") as raised:
+            Endpoint("Gateway", url, "").get("/v1/models")
+    assert raised.value.code == "gateway_unreachable"
+
+
+def test_a_stream_gives_its_events_without_comments(stage) -> None:
+    stage.events(
+        "POST /v1/x", ": keep-alive", 'data: {"n": 1}', "event: other", 'data: {"n": 2}', "data: [DONE]", "data: {}"
+    )
+    assert list(Endpoint("Gateway", stage.url, "").stream("/v1/x", {"a": "ü"})) == [{"n": 1}, {"n": 2}]
+    assert stage.asked[0][2] == b'{"a": "\\u00fc"}'
+
+
+def test_an_error_event_ends_a_stream(stage) -> None:
+    stage.events("POST /v1/x", 'data: {"n": 1}', 'data: {"error": {"code": "node_lost", "message": "n-1 is gone"}}')
+    events = Endpoint("Gateway", stage.url, "").stream("/v1/x", {})
+    assert next(events) == {"n": 1}
+    with pytest.raises(ShardlineError, match="n-1 is gone"):
+        next(events)
+
+
+def test_a_stream_that_breaks_off_is_not_taken_for_whole(stage) -> None:
+    stage.events("POST /v1/x", 'data: {"n": 1}')
+    events = Endpoint("Gateway", stage.url, "").stream("/v1/x", {})
+    next(events)
+    with pytest.raises(ShardlineError, match="broke off"):
+        next(events)

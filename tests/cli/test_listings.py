@@ -1,0 +1,121 @@
+"""The listings: columns for people, the whole answer as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from click.testing import CliRunner
+
+from shardline.cli.listings import columns, explain_text, nodes_text, session_text, sessions_text, size
+from shardline.cli.main import cli
+
+NODE = {
+    "id": "n-0123",
+    "url": "http://127.0.0.1:5000",
+    "pid": 77,
+    "engine": {"engine_class": "torch-f32"},
+    "health": {"alive": True},
+    "kv": {"used_tokens": 5, "capacity_tokens": 4096, "sessions": 1},
+    "rss_bytes": 3 << 29,
+    "shards": [{"model": "smol", "first": 0, "last": 15, "state": "ready"}],
+}
+
+
+def test_columns_are_aligned_and_nothing_is_cut() -> None:
+    assert columns(("A", "B"), [("long cell", "x"), ("y", "z")]) == "A          B\nlong cell  x\ny          z"
+
+
+def test_sizes_for_people() -> None:
+    assert [size(n) for n in (None, 0, 1023, 1536, 3 << 29, 1 << 50)] == [
+        *("–", "0 B", "1023 B", "1.5 KiB", "1.5 GiB", "1024.0 TiB")
+    ]
+
+
+def test_nodes_show_layers_state_and_why(stage) -> None:
+    failed = {**NODE, "id": "n-9", "shards": [{**NODE["shards"][0], "state": "failed", "reason": "no memory"}]}
+    down = {**NODE, "id": "n-8", "health": {"alive": False}}
+    text = nodes_text([NODE, failed, down, {"id": "n-7", "shards": []}])
+    lines = text.splitlines()
+    assert lines[1].split() == [
+        *("n-0123", "0:15", "smol", "torch-f32", "ready", "5/4096", "1", "1.5", "GiB", "77", "http://127.0.0.1:5000")
+    ]
+    assert "failed (no memory)" in lines[2] and "engine down" in lines[3] and lines[4].startswith("n-7")
+    assert "shardline node" in nodes_text([])
+    stage.json("GET /v1/nodes", {"nodes": [NODE]})
+    shown = CliRunner().invoke(cli, ["nodes", "--tracker", stage.url, "--json"])
+    assert json.loads(shown.stdout) == {"nodes": [NODE]}
+
+
+def test_sessions_show_phase_and_failure(event: dict[str, Any], stage) -> None:
+    failed = {**event, "id": "rs-2", "phase": "failed", "failure": {"code": "node_lost"}, "created": 940.0}
+    lines = sessions_text([{**event, "created": 990.0}, failed], now=1000.0).splitlines()
+    assert lines[1].split()[:7] == ["rs-1", "decode", "smol", "41/41", "17", "12.5", "10"]
+    assert "failed (node_lost)" in lines[2] and "60 s" in lines[2]
+    assert sessions_text([], 0.0) == "No Route Sessions."
+
+
+def test_one_session_shows_its_seams(event: dict[str, Any], stage) -> None:
+    count = {"steps": 16, "rows": 16, "bytes": 40960}
+    event["seams"] = [
+        {"from": "n-0", "to": "n-1", "prefill": {"steps": 1, "rows": 41, "bytes": 94464}, "decode": count}
+    ]
+    assert session_text(event).splitlines()[-1] == (
+        "seam     n-0 → n-1  prefill 1 steps, 41 rows, 92.2 KiB  decode 16 steps, 16 rows, 40.0 KiB"
+    )
+    stage.json("GET /v1/route-sessions/rs-1", event)
+    shown = CliRunner().invoke(cli, ["sessions", "rs-1", "--gateway", stage.url])
+    assert "rs-1" in shown.stdout and "40.0 KiB" in shown.stdout
+
+
+def test_a_session_can_be_cancelled(stage) -> None:
+    stage.json("DELETE /v1/route-sessions/rs-1", {})
+    shown = CliRunner().invoke(cli, ["sessions", "rs-1", "--cancel", "--gateway", stage.url])
+    assert shown.exit_code == 0 and "rs-1 cancelled" in shown.stdout
+    assert CliRunner().invoke(cli, ["sessions", "--cancel"]).exit_code == 2
+
+
+def test_a_session_id_stays_one_piece_of_the_path(stage) -> None:
+    CliRunner().invoke(cli, ["sessions", "../nodes?x=1", "--gateway", stage.url])
+    assert stage.asked[-1][0] == "GET /v1/route-sessions/..%2Fnodes%3Fx%3D1"
+
+
+def test_explain_names_what_is_missing_and_why_a_route_was_not_taken() -> None:
+    shard = {"node": "n-0", "layers": [0, 15], "decode_ms": 4.0, "measured": True, "load": 1.0, "usable": True}
+    shard |= {"reason": None, "kv_reserved": 0, "kv_capacity": 4096}
+    route = {"nodes": ["n-0", "n-1"], "compute_ms": 8.0, "hop_ms": 0.3, "return_ms": 0.3, "estimate_ms": 8.6}
+    group = {
+        "content_id": "c",
+        "engine_class": "torch-f32",
+        "n_layers": 30,
+        "missing": [[15, 30]],
+        "shards": [shard, {**shard, "node": "n-1", "usable": False, "reason": "its engine is down", "measured": False}],
+        "blocked": [{"from": "n-0", "to": "n-2", "reason": "reported lost"}],
+        "routes": [
+            {**route, "taken": True, "reason": "the least cost"},
+            {**route, "taken": False, "reason": "2 ms more"},
+        ],
+        "complete": False,
+    }
+    text = explain_text({"model": "smol", "taken": ["n-0", "n-1"], "groups": [group]})
+    for words in (
+        *(
+            "takes: n-0 → n-1",
+            "missing layers: 15:30",
+            "no: its engine is down",
+            "4.00 (guessed)",
+            "n-0 → n-2: reported lost",
+        ),
+        *("8.60 ms/token", "not taken: 2 ms more", "and dearer ones"),
+    ):
+        assert words in text
+    assert explain_text({"model": "smol", "taken": None, "groups": []}).endswith("takes: none")
+
+
+def test_config_show_names_sources(monkeypatch) -> None:
+    monkeypatch.setenv("SHARDLINE_API_KEY", "sk-secret-key")
+    shown = CliRunner().invoke(cli, ["--set", "push_s=9", "config", "show", "--json"])
+    answer = json.loads(shown.stdout)
+    assert answer["push_s"] == {"value": "9.0", "source": "flag --set"}
+    assert answer["api_key"]["value"] == "(set)"
+    assert "sk-secret-key" not in shown.stdout

@@ -15,59 +15,100 @@ PROTOCOL = 1
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All limits and intervals. Tests build one with other values; nothing mutates it."""
 
-    # Liveness (design, section 3).
+    # Liveness.
     beat_interval_s: float = 0.5
+    """Pause between two signs of life, of a Node on each session stream and of a Gateway towards each Node."""
     beat_timeout_s: float = 2.5
+    """Silence after which the other side of a session counts as lost (limit `heartbeat`)."""
     late_timer_s: float = 0.5
+    """A timer that fires later than this begins anew once: nobody is declared lost for a pause of our own."""
     tracker_heartbeat_s: float = 1.0
+    """Pause between two heartbeats of a Node to the Tracker."""
     tracker_expiry_s: float = 4.0
+    """A Node silent for so long is in no new route."""
     # Waits, each named in the error that ends it.
     connect_s: float = 2.0
+    """Opening a connection (limit `connect`)."""
     open_s: float = 5.0
+    """From asking all Nodes of a route to the last answer (limit `open`)."""
     push_s: float = 2.5
+    """From handing steps to the next Node to its answer; past it the link counts as lost (limit `push`)."""
     prefill_chunk_s: float = 120.0
+    """One prefill chunk, waiting for room included (limit `prefill_chunk`)."""
     step_s: float = 60.0
+    """One decode step in an engine (limit `step`)."""
     client_stall_s: float = 60.0
+    """A client that reads nothing for so long is cancelled (limit `client_stall`)."""
     session_s: float = 3600.0
+    """The whole of a Route Session (limit `session`)."""
     control_s: float = 5.0
+    """One control request between processes of the cluster."""
     drain_s: float = 5.0
+    """What runs may still run for so long when its process is told to end."""
     dial_back_s: float = 2.0
+    """The Tracker calling a Node back at its URL, the whole exchange."""
     template_s: float = 2.0
+    """Rendering a chat template."""
     text_s: float = 30.0
     """Fetching a text bundle of some megabytes from a Node."""
     header_s: float = 10.0
+    """Receiving the head of a request."""
     # Keep-alive: a client drops an idle connection before its server does.
     server_idle_s: float = 75.0
+    """A server closes a connection that was idle for so long."""
     client_idle_s: float = 30.0
+    """A client stops using one before that; must be less."""
     # Admission at the Gateway.
     queue_limit: int = 64
+    """Requests that wait for a free route; the next one is refused with `queue_full`."""
     queue_wait_s: float = 30.0
+    """How long one of them waits before `capacity`."""
     default_max_tokens: int = 1024
+    """Tokens reserved for an answer whose request names no limit."""
     keep_alive_comment_s: float = 5.0
+    """A silent stream carries a comment line at least this often."""
     telemetry_comment_s: float = 0.5
+    """Least pause between two telemetry comments in a stream."""
     # Bodies and queues.
     api_body_bytes: int = 16 << 20
+    """Largest request to the OpenAI API."""
     control_body_bytes: int = 1 << 20
+    """Largest control message."""
     step_body_bytes: int = 64 << 20
+    """Largest step document that a Node accepts."""
     header_bytes: int = 32 << 10
+    """Largest head of a request."""
     queue_bytes: int = 256 << 20
+    """Rows that wait for the engine of one Node; the next ones are refused with `queue_overflow`."""
     # Records of ended sessions.
     record_ttl_s: float = 3600.0
+    """How long the account of an ended Route Session is kept."""
     record_limit: int = 1000
+    """How many accounts are kept at most."""
     record_events: int = 512
+    """Telemetry events kept of each."""
     # Prefill.
     prefill_chunk_max: int = 512
+    """Largest prefill chunk in tokens; a power of two."""
     prefill_chunk_min: int = 16
+    """Smallest prefill chunk in tokens; a power of two."""
     prefill_chunk_target_ms: float = 250.0
+    """The chunk is the largest one that the slowest hop computes in this time."""
     prefill_queue_per_session: int = 2
+    """Chunks of one session that a Node takes before it has computed them."""
     # Routes.
     ticket_ttl_s: float = 30.0
+    """A ticket of the Tracker opens a session for so long."""
     # Engine worker.
     worker_restarts: int = 5
+    """How often a Node starts its engine again."""
     worker_silent_s: float = 1.5
+    """A worker process whose counter stands still for so long counts as hung."""
     worker_start_s: float = 300.0
+    """Loading a Shard and testing it."""
     worker_backoff_s: float = 1.0
     """Pause before the first restart; doubled for each further one."""
     worker_good_run_s: float = 300.0
     """A worker that served this long starts the count of restarts anew."""
     worker_stop_s: float = 2.0
+    """A worker that was told to end has so long before it is killed."""

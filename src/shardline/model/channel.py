@@ -12,7 +12,8 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -206,10 +207,12 @@ class Place(NamedTuple):
     hidden: tuple[tuple[int, int], ...]
 
 
-def places(rows: Sequence[int], row_bytes: Sequence[int], *, with_tokens: bool) -> tuple[list[Place], int]:
+@lru_cache(maxsize=512)
+def places(rows: tuple[int, ...], row_bytes: tuple[int, ...], with_tokens: bool) -> tuple[tuple[Place, ...], int]:
     """Where the buffers of entries with `rows` lie, one a tensor of `row_bytes`, and the bytes that they take.
 
-    Each begins at a multiple of 64 bytes, so that engines can use it as a tensor where it is.
+    Each begins at a multiple of 64 bytes, so that engines can use it as a tensor where it is. Remembered, because one
+    decode step is like the last.
     """
     offset = 0
     result = []
@@ -223,7 +226,7 @@ def places(rows: Sequence[int], row_bytes: Sequence[int], *, with_tokens: bool) 
             hidden.append((offset, size * n))
             offset = _aligned(offset + size * n)
         result.append(Place(tokens, tuple(hidden)))
-    return result, offset
+    return tuple(result), offset
 
 
 def _aligned(offset: int) -> int:

@@ -78,7 +78,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     vocab_size: int | None = None
     """Filled up with unused tokens to this size."""
     context_length: int = 4096
-    layout: list[tuple[str, str, list[int]]] = [("hidden", "F32", [8])]
+    layout: tuple[tuple[str, str, tuple[int, ...]], ...] = (("hidden", "F32", (8,)),)
     """Seam layout: name, safetensors dtype, shape of a row."""
     decode_ms: float = 0.0
     """Of each decode batch, on each Shard."""

@@ -162,9 +162,9 @@ class Worker:
 
     def _run(self, generator: Generator, batch: Batch) -> BatchDone:
         self._rows.follow(batch.in_bytes, batch.out_bytes)
-        counts = [rows for _, _, rows, _ in batch.entries]
-        inputs, _ = places(counts, self._in_sizes, with_tokens=True)
-        outputs, _ = places(counts, self._out_sizes, with_tokens=False)
+        counts = tuple([rows for _, _, rows, _ in batch.entries])
+        inputs, _ = places(counts, self._in_sizes, True)
+        outputs, _ = places(counts, self._out_sizes, False)
         rows_in = self._rows.rows_in
         entries = [
             BackendEntry(

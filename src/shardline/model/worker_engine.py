@@ -68,7 +68,7 @@ class WorkerEngine:
         self._ready_at = 0.0
         self._down = ShardlineError("engine_lost", "the engine is not loaded yet")
         self._done: Done | None = None
-        self._outputs: list[Place] = []
+        self._outputs: tuple[Place, ...] = ()
 
     # ---- life --------------------------------------------------------------------------------------------------
 

@@ -200,12 +200,12 @@ class WorkerProcess:
 
     def submit(
         self, entries: Sequence[BackendEntry], answered: Answered, failed: Failed, limit: tuple[str, float]
-    ) -> list[Place]:
+    ) -> tuple[Place, ...]:
         """Put the rows into shared memory and send the batch; returns where the rows out will lie.
         `engine_out_of_memory` where the rows find no room: nothing was sent then."""
-        counts = [entry.rows for entry in entries]
-        inputs, in_bytes = places(counts, self._in_sizes, with_tokens=True)
-        outputs, out_bytes = places(counts, self._out_sizes, with_tokens=False)
+        counts = tuple([entry.rows for entry in entries])
+        inputs, in_bytes = places(counts, self._in_sizes, True)
+        outputs, out_bytes = places(counts, self._out_sizes, False)
         self.rows.grow(in_bytes, out_bytes)
         for entry, place in zip(entries, inputs, strict=True):
             self.rows.rows_in(*place.tokens)[:] = memoryview(entry.tokens).cast("B")

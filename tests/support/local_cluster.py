@@ -188,6 +188,7 @@ async def local_cluster(
         yield cluster
     finally:
         if running is not None:
+            await cluster.generations.drain()
             running.cancel()
             await asyncio.wait({running})
         await cluster.stop()

@@ -87,6 +87,10 @@ class RunningGeneration:
         self._end("completed")
         await self._ended.wait()
 
+    async def ended(self) -> None:
+        """Return when all is closed and the record says how it ended."""
+        await self._ended.wait()
+
     def telemetry(self) -> TelemetryEvent:
         return self._record.snapshot()
 
@@ -261,7 +265,10 @@ class RouteGenerations:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            await self.liveness.run()
+            try:
+                await self.liveness.run()
+            finally:
+                self._tasks = None  # generations that end now tell nobody any more
 
     def start(self, request: GenerationRequest) -> RunningGeneration:
         """Begin at once; the first telemetry event is there before any Node is asked."""
@@ -346,4 +353,3 @@ class RouteGenerations:
                 self._avoid_nodes.pop(outcome.node, None)
             if outcome.link is not None:
                 self._avoid_links.pop(outcome.link, None)
-

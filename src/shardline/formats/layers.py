@@ -71,6 +71,11 @@ def is_tied(names: Iterable[str]) -> bool:
     return not any(_OUTPUT_MATRIX.match(name) for name in names)
 
 
+def is_token_matrix(name: str) -> bool:
+    """Whether this is the embedding matrix itself, which a tied tail uses as its output matrix."""
+    return _TOKEN_MATRIX.match(name) is not None
+
+
 def is_of_other_modality(name: str) -> bool:
     """Vision and audio parts: a text route computes without them."""
     return _OTHER_MODALITY.match(name) is not None
@@ -100,7 +105,7 @@ def shard_tensors(names: Iterable[str], first: int, last: int, *, n_layers: int,
             needed = first <= place < last
             empty.discard(place)
         elif place == "embedding":
-            needed = first == 0 or (tied and last == n_layers and _TOKEN_MATRIX.match(name) is not None)
+            needed = first == 0 or (tied and last == n_layers and is_token_matrix(name))
         elif place == "output":
             needed = last == n_layers
         else:

@@ -1,0 +1,77 @@
+"""How many bytes a Shard takes: weights, Hot KV State per token, a row at the Seam.
+
+Owns the arithmetic over tensor tables and model shapes, for planning before anything is loaded; what an engine really
+holds, it says itself. Pure. Shown by tests/formats/test_memory.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardline.formats.layers import SizedTensor, check_range, is_of_other_modality, is_tied, is_token_matrix, place_of
+from shardline.formats.shape import ModelShape
+from shardline.wire.steps import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Bytes of a model's weights by place. Parts of other modalities and prediction layers are not counted."""
+
+    layers: tuple[int, ...]
+    embedding: int
+    output: int
+    """Norm and matrix behind the last layer; 0 for the matrix where it is tied."""
+    tied: int
+    """What a tail that is not the head loads of the embedding; 0 where the model has an output matrix."""
+    shared: int
+    """On every Shard."""
+
+    def of_shard(self, first: int, last: int) -> int:
+        """Bytes of Shard [first, last); `layers_invalid` outside the model."""
+        check_range(first, last, len(self.layers))
+        total = self.shared + sum(self.layers[first:last])
+        if first == 0:
+            total += self.embedding
+        if last == len(self.layers):
+            total += self.output + (self.tied if first else 0)
+        return total
+
+
+def weight_bytes(tensors: Mapping[str, SizedTensor], n_layers: int, *, element_bytes: int | None = None) -> WeightBytes:
+    """Bytes as they lie in the file (`element_bytes` None), or with every element in an engine dtype of that size."""
+    layers = [0] * n_layers
+    embedding = output = shared = matrix = 0
+    for name, tensor in tensors.items():
+        size = tensor.nbytes if element_bytes is None else math.prod(tensor.shape) * element_bytes
+        place = place_of(name)
+        if isinstance(place, int):
+            if place < n_layers:
+                layers[place] += size
+        elif place == "embedding":
+            embedding += size
+            matrix += size if is_token_matrix(name) else 0
+        elif place == "output":
+            output += size
+        elif not is_of_other_modality(name):
+            shared += size
+    return WeightBytes(tuple(layers), embedding, output, matrix if is_tied(tensors) else 0, shared)
+
+
+def kv_bytes_per_token(shape: ModelShape, first: int, last: int, *, element_bytes: int) -> int | None:
+    """Hot KV State of Shard [first, last) for one token, without regard to sliding windows (an upper bound); None
+    where the model's files do not say it. `layers_invalid` outside the model."""
+    check_range(first, last, shape.n_layers)
+    total = 0
+    for layer in range(first, last):
+        elements = shape.kv_elements(layer)
+        if elements is None:
+            return None
+        total += elements * element_bytes
+    return total
+
+
+def seam_row_bytes(hidden_size: int, dtype: str, *, streams: int = 1) -> int:
+    """Bytes of one row of hidden states at a Seam (safetensors dtype); the token id beside it takes four more."""
+    return DTYPE_BYTES[dtype] * hidden_size * streams

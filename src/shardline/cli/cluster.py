@@ -253,7 +253,7 @@ def run_cluster(
     with Supervisor(log_dir, view) as supervisor:
         cluster = Cluster(supervisor, plan, lambda words: click.echo(words, err=True))
         try:
-            cluster.start(configuration, invocation.child_arguments())
+            cluster.start(configuration, shared_arguments(invocation, configuration))
         finally:
             view.close()
         with Running(configuration.state_dir, gateway=cluster.gateway_url, tracker=cluster.tracker_url):
@@ -261,6 +261,12 @@ def run_cluster(
             if not once:
                 cluster.watch()
     click.echo("Ended; nothing is left running.")
+
+
+def shared_arguments(invocation: Invocation, configuration: Configuration) -> list[str]:
+    """Global flags of every part. Whoever presses Ctrl-C here wants an end, not a drain, unless a setting says so."""
+    arguments = invocation.child_arguments()
+    return [*arguments, "--set", "drain_s=1"] if configuration.sources["drain_s"] == "default" else arguments
 
 
 def first_model_of(cluster: Cluster) -> str:

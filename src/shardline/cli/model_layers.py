@@ -1,41 +1,27 @@
 """How many layers a model has, from its header alone; `up` shares them out among Nodes.
 
-Owns the look into the three kinds of model that a command may name. Shown by tests/cli/test_model_layers.py.
+Owns only which reader is asked for which kind of model. Shown by tests/cli/test_model_layers.py.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from shardline.errors import ShardlineError
+CONFIG_LIMIT = 16 << 20
 
 
 def layer_count(model: Path, engine: str) -> int:
-    """Layers of the model at `model`. Raises `model_file_invalid` where it has none that can be read."""
+    """Layers of the model at `model`. Raises `model_file_invalid` where they cannot be read."""
     if engine == "scripted":
-        return _positive(_json(model).get("n_layers", 4), model)
+        from shardline.model.script import read_script
+
+        return read_script(model)[0].n_layers
+    from shardline.formats.shape import shape_of_config, shape_of_gguf
+
     if model.is_dir():
-        config = _json(model / "config.json")
-        text = config.get("text_config")
-        return _positive((text if isinstance(text, dict) else config).get("num_hidden_layers"), model)
-    from shardline.formats.gguf import read_header
+        from shardline.formats.safetensors import read_object
 
-    header = read_header(model)
-    return _positive(header.integer(f"{header.text('general.architecture')}.block_count"), model)
+        return shape_of_config(read_object(model / "config.json", CONFIG_LIMIT)).n_layers
+    from shardline.formats.gguf_files import read_model
 
-
-def _json(path: Path) -> dict[str, object]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ShardlineError("model_file_invalid", f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ShardlineError("model_file_invalid", f"{path} is not a JSON object")
-    return value
-
-
-def _positive(count: object, model: Path) -> int:
-    if not isinstance(count, int) or count < 1:
-        raise ShardlineError("model_file_invalid", f"{model} does not say how many layers it has")
-    return count
+    return shape_of_gguf(read_model(model).header).n_layers

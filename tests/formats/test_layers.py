@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import TensorInfo, read_header
-from shardline.formats.layers import ByteRange, byte_ranges, is_of_other_modality, is_tied, place_of, shard_tensors
+from shardline.formats.layers import (
+    ByteRange,
+    byte_ranges,
+    is_of_other_modality,
+    is_tied,
+    place_of,
+    shard_tensors,
+    unrecognised,
+)
 
 NAMES = {
     # GGUF
@@ -45,6 +53,11 @@ def test_names_of_other_modalities() -> None:
         assert is_of_other_modality(name)
     for name in NAMES:
         assert is_of_other_modality(name) == name.startswith(("vision_tower.", "model.visual."))
+
+
+def test_names_that_no_rule_knows_are_listed() -> None:
+    known = ["rope_freqs.weight", "rope_factors_long.weight", "model.rotary_emb.inv_freq", "v.blk.0.w", "blk.0.new"]
+    assert unrecognised([*known, "something.new", "output.weight", "blk.01.x"]) == ["something.new", "blk.01.x"]
 
 
 def model_names(n_layers: int, *, tied: bool) -> list[str]:

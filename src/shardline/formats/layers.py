@@ -32,6 +32,8 @@ _OTHER_MODALITY = re.compile(
     r"embed_vision|embed_audio)\."
 )
 
+_KNOWN_SHARED = re.compile(rf"rope_freqs\.|rope_factors_(?:long|short)\.|{_ROOT}rotary_emb\.")
+
 
 class SizedTensor(Protocol):
     """What the readers of both containers give for a tensor."""
@@ -79,6 +81,15 @@ def is_token_matrix(name: str) -> bool:
 def is_of_other_modality(name: str) -> bool:
     """Vision and audio parts: a text route computes without them."""
     return _OTHER_MODALITY.match(name) is not None
+
+
+def unrecognised(names: Iterable[str]) -> list[str]:
+    """Names that no rule knows: they go to every Shard, and are worth a warning."""
+    return [
+        name
+        for name in names
+        if place_of(name) == "shared" and not _KNOWN_SHARED.match(name) and not is_of_other_modality(name)
+    ]
 
 
 def check_range(first: int, last: int, n_layers: int) -> None:

@@ -20,6 +20,7 @@ from shardline.errors import ShardlineError
 from shardline.gateway.admission import Admission
 from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
 from shardline.gateway.liveness import Liveness
+from shardline.gateway.metrics import GatewayMetrics
 from shardline.gateway.session import RouteSession
 from shardline.settings import Settings
 from shardline.telemetry.records import Record, Records
@@ -158,7 +159,7 @@ class RunningGeneration:
         self._opened.set()
         self._ended.set()
         self._wake.set()
-        self._owner.ended(self._request.model)
+        self._owner.ended(self._record)
 
     async def _generate(self, tasks: asyncio.TaskGroup) -> None:
         admission = self._owner.admission(self._request.model)
@@ -244,6 +245,7 @@ class RouteGenerations:
         carrier: Carrier,
         records: Records,
         settings: Settings,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
         self.gateway_id = "g-" + secrets.token_hex(8)
         self.tracker = tracker
@@ -252,7 +254,7 @@ class RouteGenerations:
         self.records = records
         self.settings = settings
         self.liveness = Liveness(gateway_id=self.gateway_id, client=client, settings=settings)
-        self.running = 0
+        self._metrics = metrics or GatewayMetrics()
         self._admissions: dict[str, Admission] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._avoid_nodes: dict[str, float] = {}
@@ -311,9 +313,21 @@ class RouteGenerations:
             self._admissions[model] = Admission(self.settings)
         return self._admissions[model]
 
-    def ended(self, model: str) -> None:
-        if model in self._admissions:
-            self._admissions[model].freed()
+    @property
+    def running(self) -> int:
+        return len(self._live)
+
+    def ended(self, record: Record) -> None:
+        """A generation is over: its place is free, its numbers are final."""
+        if record.model in self._admissions:
+            self._admissions[record.model].freed()
+        self._metrics.ended(
+            status=record.phase,
+            code=None if record.failure is None else str(record.failure["code"]),
+            tokens=record.tokens,
+            prompt_tokens=record.prompt_tokens if record.tokens else 0,
+            ttft_ms=record.ttft_ms,
+        )
 
     # ---- what failed is avoided at once, before the Tracker has heard of it ----------------------------------
 

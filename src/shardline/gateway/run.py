@@ -1,0 +1,74 @@
+"""The Gateway as a role: bind, join the pieces, serve, and free everything when it is cancelled.
+
+Owns the order of start and end: running generations are given `drain_s` before the listener's connections close.
+Shown by tests/cluster/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from shardline.errors import ShardlineError
+from shardline.gateway.app import GatewayApp
+from shardline.gateway.completions import Completions
+from shardline.gateway.generate import RouteGenerations
+from shardline.gateway.keys import ApiKeys
+from shardline.gateway.metrics import GatewayMetrics
+from shardline.gateway.template import Templates
+from shardline.gateway.text import TextStore
+from shardline.options import GatewayOptions
+from shardline.telemetry.records import Records
+from shardline.transport.addresses import is_loopback
+from shardline.transport.carrier import HttpCarrier
+from shardline.transport.http_client import HttpClient
+from shardline.transport.http_server import HttpServer, bind, check_listener
+from shardline.transport.tracker_client import TrackerClient
+
+
+async def run(options: GatewayOptions) -> None:
+    """Serve until cancelled. Raises what a person can correct: `address_in_use`, `insecure_listener` …"""
+    settings = options.settings
+    check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+    keys = ApiKeys.from_lines(options.api_keys)
+    if not is_loopback(options.host) and not len(keys):
+        raise ShardlineError("insecure_listener", "a Gateway beyond loopback needs API keys: give --api-keys FILE")
+    sock = bind(options.host, options.port)
+    client = HttpClient(settings, credential=options.credential)
+    try:
+        async with (
+            TextStore(options.state_dir / "text", client, settings) as texts,
+            Templates(settings) as templates,
+            asyncio.TaskGroup() as tasks,
+        ):
+            records = Records(settings)
+            metrics = GatewayMetrics()
+            generations = RouteGenerations(
+                tracker=TrackerClient(client, options.tracker_url),
+                client=client,
+                carrier=HttpCarrier(client),
+                records=records,
+                settings=settings,
+                metrics=metrics,
+            )
+            app = GatewayApp(
+                completions=Completions(generations, texts, templates, settings),
+                generations=generations,
+                records=records,
+                keys=keys,
+                settings=settings,
+                metrics=lambda: metrics.text(generations.running),
+            )
+            server = HttpServer(app.asgi(), sock=sock, settings=settings, drain=generations.drain, lifespan="off")
+            running = tasks.create_task(generations.run())
+            await server.start()
+            options.announce("listening", url=server.url)
+            options.announce("ready")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                options.announce("draining", sessions=generations.running)
+                await server.stop(settings.drain_s + 2.0)
+                running.cancel()
+    finally:
+        sock.close()
+        await client.aclose()

@@ -75,7 +75,10 @@ class EventResponse:
 
 
 async def or_silence(items: AsyncIterator[T], silence_s: float) -> AsyncGenerator[T | None, None]:
-    """The items, and None whenever none came for `silence_s`. The wait for the next item goes on meanwhile."""
+    """The items, and None whenever none came for `silence_s`. The wait for the next item goes on meanwhile.
+
+    Close it (`contextlib.aclosing`): it closes the generator of the items.
+    """
     waiting: asyncio.Task[T] | None = None
     try:
         while True:
@@ -97,6 +100,8 @@ async def or_silence(items: AsyncIterator[T], silence_s: float) -> AsyncGenerato
             waiting.cancel()
             with suppress(asyncio.CancelledError, StopAsyncIteration):
                 await waiting
+        if isinstance(items, AsyncGenerator):
+            await items.aclose()
 
 
 async def _next(items: AsyncIterator[T]) -> T:

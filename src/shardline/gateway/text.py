@@ -80,16 +80,19 @@ class TextStore:
         # Who leaves does not take the load from the others.
         return await asyncio.shield(load)
 
-    async def tokenize(self, model: ModelInfo, vocabulary: Vocabulary, text: str, *, add_special: bool) -> list[int]:
+    async def tokenize(
+        self, model: ModelInfo, vocabulary: Vocabulary, text: str, *, add_special: bool, param: str
+    ) -> list[int]:
         """Token ids of `text` from one of the model's head Nodes.
 
-        `add_special`: with the tokens that the model wants around a prompt. A text that is too long in any case is
-        refused here: no tokenizer makes fewer tokens of it than its bytes by the longest token.
+        `add_special`: with the tokens that the model wants around a prompt. `param`: the field that the text came in.
+        A text that is too long in any case is refused here: no tokenizer makes fewer tokens of it than its bytes by
+        the longest token.
         """
         window = window_of(model)
         fewest = -(-len(text.encode()) // vocabulary.longest_piece)
         if fewest > window:
-            raise too_long(fewest, window, param="prompt", at_least=True)
+            raise too_long(fewest, window, param=param, at_least=True)
         request = TokenizeRequest(text=text, add_special=add_special, content_id=model.content_id)
         reasons = []
         for peer in model.head_nodes:

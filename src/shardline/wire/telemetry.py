@@ -44,6 +44,8 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
     done: int
     total: int
     chunk: int | None = None
+    cached: int = 0
+    """Of `done`: tokens whose KV was there before (`usage.prompt_tokens_details.cached_tokens`)."""
 
 
 class DecodeView(msgspec.Struct, frozen=True, kw_only=True):

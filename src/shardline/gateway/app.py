@@ -1,0 +1,220 @@
+"""The Gateway's HTTP surface: which path does what, who asks, and when the client has gone.
+
+A thin shell: it reads a body, asks, and writes what comes back. Every rule is in a file beside it. It opens nothing
+and owns nothing that lives longer than a request. Shown by tests/gateway/test_app_*.py; described in docs/api.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shardline.errors import ShardlineError
+from shardline.gateway import sse
+from shardline.gateway.completions import Completions, Prepared
+from shardline.gateway.generate_api import Generations, SessionRecords
+from shardline.gateway.keys import ApiKeys
+from shardline.gateway.openai_answers import layers_text, model_entry
+from shardline.gateway.replies import Reply
+from shardline.settings import Settings
+from shardline.transport.bodies import ClientLeft, header, read_body, send_body, send_json
+from shardline.transport.boundary import ErrorBoundary
+
+Call = Callable[[Scope, Receive, Send], Awaitable[None]]
+Prepare = Callable[[bytes, str], Awaitable[Prepared]]
+
+
+class Endpoint:
+    """One path as an application of its own: it needs the raw `receive`, to see a client leave."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._call(scope, receive, send)
+
+
+class GatewayApp:
+    """The application. `metrics` gives the Prometheus text of the process."""
+
+    def __init__(
+        self,
+        *,
+        completions: Completions,
+        generations: Generations,
+        records: SessionRecords,
+        keys: ApiKeys,
+        settings: Settings,
+        metrics: Callable[[], bytes],
+    ) -> None:
+        self._completions = completions
+        self._generations = generations
+        self._records = records
+        self._keys = keys
+        self._settings = settings
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    def asgi(self) -> ASGIApp:
+        """With the error boundary around it."""
+        session = "/v1/route-sessions/{id}"
+        routes = [
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._text),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{id:path}", self._model),
+            ("GET", "/v1/route-sessions", self._sessions),
+            ("GET", f"{session}/telemetry", self._telemetry),
+            ("GET", session, self._session),
+            ("DELETE", session, self._cancel),
+            ("GET", "/healthz", self._healthz),
+            ("GET", "/readyz", self._readyz),
+            ("GET", "/metrics", self._show_metrics),
+        ]
+        table: dict[str, dict[str, Call]] = {}
+        for method, path, call in routes:
+            table.setdefault(path, {})[method] = call
+        return ErrorBoundary(
+            Router(
+                [Route(path, Endpoint(_by_method(calls)), methods=list(calls)) for path, calls in table.items()],
+                redirect_slashes=False,
+            )
+        )
+
+    async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._complete(scope, receive, send, self._completions.chat)
+
+    async def _text(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._complete(scope, receive, send, self._completions.text)
+
+    async def _complete(self, scope: Scope, receive: Receive, send: Send, prepare: Prepare) -> None:
+        key_id = self._principal(scope)
+        _check_json(scope)
+        body = await read_body(receive, scope, self._settings.api_body_bytes)
+
+        async def answer() -> None:
+            prepared = await prepare(body, key_id)
+            await Reply(prepared, prepared.start(self._generations), self._settings).send(send)
+
+        await while_connected(receive, answer())
+
+    async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._principal(scope)
+        models = await self._generations.models()
+        # A model that several engine classes serve is listed once, as it would be used.
+        listed = {model.model: model for model in sorted(models, key=lambda model: model.ready)}
+        entries = [model_entry(listed[name], self._settings, self._created) for name in sorted(listed)]
+        await send_json(send, {"object": "list", "data": entries})
+
+    async def _model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._principal(scope)
+        name = scope["path_params"]["id"]
+        models = sorted(await self._generations.models(), key=lambda model: not model.ready)
+        for model in models:
+            if model.model == name:
+                await send_json(send, model_entry(model, self._settings, self._created))
+                return
+        raise ShardlineError("model_not_found", f"the model '{name[:100]}' is not served here", param="model")
+
+    async def _sessions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"sessions": self._records.list(self._principal(scope))})
+
+    async def _session(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, self._records.get(scope["path_params"]["id"], self._principal(scope)))
+
+    async def _cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session, key_id = scope["path_params"]["id"], self._principal(scope)
+        await self._records.cancel(session, key_id)
+        await send_json(send, self._records.get(session, key_id))
+
+    async def _telemetry(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session, key_id = scope["path_params"]["id"], self._principal(scope)
+        self._records.get(session, key_id)
+        after = _last_event_id(scope)
+        response = sse.EventResponse(send, stall_s=self._settings.client_stall_s)
+
+        async def follow() -> None:
+            await response.start()
+            events = self._records.subscribe(session, key_id, after)
+            async with aclosing(sse.or_silence(events, self._settings.keep_alive_comment_s)) as heard:
+                async for event in heard:
+                    await response.write(sse.comment("shardline") if event is None else sse.numbered(*event))
+            await response.end()
+
+        await while_connected(receive, follow())
+
+    async def _healthz(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Live: this process answers."""
+        await send_json(send, {"status": "live"})
+
+    async def _readyz(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ready: at least one model has a whole route."""
+        models = await self._generations.models()
+        ready = sorted({model.model for model in models if model.ready})
+        if not ready:
+            gaps = {model.model: [list(layers) for layers in model.missing] for model in models}
+            words = "; ".join(f"{model.model}: {layers_text(model.missing)}" for model in models)
+            raise ShardlineError(
+                "model_unavailable",
+                f"layers are missing: {words}" if words else "no model is served yet",
+                missing=gaps,
+                retry_after=1,
+            )
+        await send_json(send, {"status": "ready", "models": ready})
+
+    async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_body(send, 200, self._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
+
+    def _principal(self, scope: Scope) -> str:
+        return self._keys.principal(header(scope, b"authorization"))
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`; cancel it, and wait until it has cleaned up, when the client leaves (`ClientLeft`)."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        # Both have this owner: neither outlives the request.
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.wait({working, watching})
+    if working.cancelled():
+        raise ClientLeft
+    working.result()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _by_method(calls: dict[str, Call]) -> Call:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        await calls["GET" if scope["method"] == "HEAD" else scope["method"]](scope, receive, send)
+
+    return call
+
+
+def _check_json(scope: Scope) -> None:
+    """Only what says that it is JSON: a page of another site can send other types without being asked first."""
+    sent = header(scope, b"content-type") or "none"
+    kind, _, parameters = sent.partition(";")
+    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
+    if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8", "us-ascii"):
+        raise ShardlineError("unsupported_media_type", f"Content-Type {sent[:80]} is not application/json in UTF-8")
+
+
+def _last_event_id(scope: Scope) -> int:
+    sent = (header(scope, b"last-event-id") or "0").strip()
+    if not (sent.isascii() and sent.isdigit() and len(sent) < 19):
+        raise ShardlineError("invalid_value", "Last-Event-ID must be the id of an event", param="Last-Event-ID")
+    return int(sent)

@@ -1,0 +1,188 @@
+"""The choices of one answer while they run: tokens into text, several generations into one line of events.
+
+Owns a reading task for each choice, the place where events wait for a slow client (at most the tokens that were
+asked for, and the newest telemetry), and the promise that every generation is read to its end, stopped or
+cancelled. It writes nothing to a client. Shown by tests/gateway/test_choices.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from shardline.errors import ShardlineError
+from shardline.gateway.detokenize import EMPTY, Delta, TextStream
+from shardline.gateway.generate_api import FinishedEvent, FinishReason, Generation, TokensEvent
+from shardline.wire.messages import Token
+from shardline.wire.telemetry import TelemetryEvent
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Choice `index` has more text."""
+
+    index: int
+    delta: Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Choice `index` is complete; nothing comes after it."""
+
+    index: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What has come since the last one: the newest telemetry of each choice, then text and ends in order."""
+
+    telemetry: dict[int, TelemetryEvent]
+    happened: list[Added | Ended]
+
+
+class Choice:
+    """One generation and its text."""
+
+    def __init__(self, index: int, generation: Generation, text: TextStream) -> None:
+        self.index = index
+        self.generation = generation
+        self.generated = 0
+        """Tokens that usage counts: up to and including the one that completes a stop string."""
+        self.ended = False
+        self._text = text
+
+    async def read(self, events: Events) -> None:
+        """Read the generation to its end. What goes wrong is told to the reader of `events`, behind the text."""
+        try:
+            reason = await self._read(events)
+        except Exception as error:
+            # Carried to whoever writes the answer: only there is it known how an error can still be told.
+            events.fail(error)
+            return
+        self.ended = True
+        events.put(Ended(self.index, reason))
+
+    async def _read(self, events: Events) -> FinishReason:
+        async for event in self.generation:
+            if isinstance(event, TokensEvent):
+                delta = self._push(event.tokens)
+                events.put(Added(self.index, delta))
+                if delta.stopped:
+                    await self.generation.stop()
+                    return "stop"
+            elif isinstance(event, FinishedEvent):
+                self.generated = event.generated
+                last = self._text.finish()
+                events.put(Added(self.index, last))
+                return "stop" if last.stopped else event.reason
+            else:
+                events.see(self.index, event)
+        raise ShardlineError("internal", "a generation ended without saying why", session=self.generation.id)
+
+    def _push(self, tokens: Sequence[Token]) -> Delta:
+        delta = EMPTY
+        for token in tokens:
+            self.generated += 1
+            delta = delta.then(self._text.push(token))
+            if delta.stopped:
+                break
+        return delta
+
+
+class Events:
+    """Between the reading tasks and the one that writes. Nothing in here waits for the client."""
+
+    def __init__(self) -> None:
+        self._happened: deque[Added | Ended] = deque()
+        self._telemetry: dict[int, TelemetryEvent] = {}
+        self._failure: Exception | None = None
+        self._wake = asyncio.Event()
+
+    def put(self, event: Added | Ended) -> None:
+        if isinstance(event, Added) and not event.delta:
+            return
+        self._happened.append(event)
+        self._wake.set()
+
+    def see(self, index: int, telemetry: TelemetryEvent) -> None:
+        """The older one that nobody took is not missed: each is a whole account."""
+        self._telemetry[index] = telemetry
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._wake.set()
+
+    async def batch(self, silence_s: float) -> Batch | None:
+        """All that has come; None when nothing did for `silence_s`. Raises what failed, behind the text before it."""
+        if not self._happened and not self._telemetry and self._failure is None:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(silence_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return None
+        if self._failure is not None and not self._happened:
+            raise self._failure
+        batch = Batch(self._telemetry, list(self._happened))
+        self._telemetry = {}
+        self._happened.clear()
+        return batch
+
+
+@asynccontextmanager
+async def running(choices: Sequence[Choice], *, limit_s: float) -> AsyncIterator[Events]:
+    """Read all choices; on the way out, cancel those that have not ended (which takes at most `limit_s`)."""
+    events = Events()
+    failure: Exception | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            readers = [tasks.create_task(choice.read(events)) for choice in choices]
+            try:
+                yield events
+            except Exception as error:
+                # Held back, so that it leaves as itself and not as the task group's.
+                failure = error
+            for reader in readers:
+                reader.cancel()
+    finally:
+        await _cancel(choices, "the client has gone" if failure is None else str(failure), limit_s)
+    if failure is not None:
+        raise failure
+
+
+async def opened(choices: Sequence[Choice], *, within_s: float) -> bool:
+    """Whether all routes are open within `within_s`; raises the error of the first that will not be."""
+    waits = [asyncio.create_task(choice.generation.wait_open()) for choice in choices]
+    try:
+        done, left = await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
+        for wait in done:
+            wait.result()
+        return not left
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)
+        for wait in waits:
+            # Seen, so that nobody is told that it was not: one failure is enough.
+            _ = wait.cancelled() or wait.exception()
+
+
+async def _cancel(choices: Sequence[Choice], reason: str, limit_s: float) -> None:
+    left = [choice for choice in choices if not choice.ended]
+    if not left:
+        return
+    try:
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
+            for choice in left:
+                tasks.create_task(choice.generation.cancel(reason))
+    except TimeoutError:
+        log.warning("generations_still_closing: %s", [choice.generation.id for choice in left])

@@ -1,0 +1,192 @@
+"""From a request's bytes to generations that can start: model, text, prompt, room.
+
+Owns the order in which a request is checked, so that everything that can be refused is refused before a Node does
+more than tokenise. Whatever it returns has not started yet. Shown by tests/gateway/test_app_requests.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from shardline.errors import ShardlineError
+from shardline.gateway.choices import Choice
+from shardline.gateway.detokenize import TextStream, Vocabulary
+from shardline.gateway.generate_api import GenerationRequest, Generations
+from shardline.gateway.openai_answers import Envelope, fingerprint, layers_text
+from shardline.gateway.openai_requests import (
+    Asked,
+    Prompt,
+    chat_request,
+    check_vocabulary,
+    room,
+    text_request,
+)
+from shardline.gateway.template import Templates
+from shardline.gateway.text import TextStore
+from shardline.settings import Settings
+from shardline.wire.messages import ModelInfo
+
+T = TypeVar("T")
+_INLINE_BYTES = 256 << 10
+"""A larger body is decoded beside the event loop: that can take longer than a decode step."""
+RETRY_AFTER_S = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """An answer that can begin: its choices in order, and what stands in front of the text of each."""
+
+    asked: Asked
+    envelope: Envelope
+    requests: list[GenerationRequest]
+    echoes: list[str]
+    prompt_tokens: int
+    """As usage counts them: each prompt once, whatever `n`."""
+
+    def start(self, generations: Generations) -> list[Choice]:
+        return [
+            Choice(index, generations.start(request), TextStream(self.envelope.vocabulary, request.stop))
+            for index, request in enumerate(self.requests)
+        ]
+
+
+class Completions:
+    """Both endpoints up to the start of the generations."""
+
+    def __init__(self, generations: Generations, texts: TextStore, templates: Templates, settings: Settings) -> None:
+        self._generations = generations
+        self._texts = texts
+        self._templates = templates
+        self._settings = settings
+
+    async def chat(self, body: bytes, key_id: str) -> Prepared:
+        """`POST /v1/chat/completions`."""
+        request = await _decoded(chat_request, body)
+        model = await self.model(request.asked.model)
+        vocabulary = await self._texts.vocabulary(model)
+        asked = check_vocabulary(request.asked, [], _ids(model, vocabulary))
+        text = await self._templates.prompt(vocabulary, request.messages, continued=request.continued)
+        # The template alone decides what stands around the text, BOS too.
+        tokens = await self._texts.tokenize(model, vocabulary, text, add_special=False, param="messages")
+        if not tokens:
+            raise ShardlineError("template_error", "the chat template makes an empty prompt", param="messages")
+        return self._prepared(asked, model, vocabulary, [tokens], [""], key_id, param="messages")
+
+    async def text(self, body: bytes, key_id: str) -> Prepared:
+        """`POST /v1/completions`."""
+        request = await _decoded(text_request, body)
+        model = await self.model(request.asked.model)
+        vocabulary = await self._texts.vocabulary(model)
+        asked = check_vocabulary(request.asked, request.prompts, _ids(model, vocabulary))
+        prompts = [await self._tokens(model, vocabulary, prompt, request.suffix) for prompt in request.prompts]
+        echoes = [_echo(prompt, vocabulary) if request.echo else "" for prompt in request.prompts]
+        return self._prepared(asked, model, vocabulary, prompts, echoes, key_id, param="prompt")
+
+    async def model(self, name: str) -> ModelInfo:
+        """The served model of this name; never another one."""
+        known = [model for model in await self._generations.models() if model.model == name]
+        if not known:
+            raise ShardlineError("model_not_found", f"the model '{_short(name)}' is not served here", param="model")
+        ready = next((model for model in known if model.ready), None)
+        if ready is None:
+            missing = known[0].missing
+            raise ShardlineError(
+                "model_unavailable",
+                f"the model '{_short(name)}' is not whole: layers {layers_text(missing) or 'none'} are missing",
+                param="model",
+                missing=[list(layers) for layers in missing],
+                retry_after=RETRY_AFTER_S,
+            )
+        return ready
+
+    async def _tokens(self, model: ModelInfo, vocabulary: Vocabulary, prompt: Prompt, suffix: str | None) -> list[int]:
+        if suffix is not None:
+            return await self._infill(model, vocabulary, prompt, suffix)
+        if isinstance(prompt, list):
+            return prompt
+        tokens = await self._texts.tokenize(model, vocabulary, prompt, add_special=True, param="prompt")
+        if not tokens:
+            raise ShardlineError("invalid_value", "the prompt is empty", param="prompt")
+        return tokens
+
+    async def _infill(self, model: ModelInfo, vocabulary: Vocabulary, prompt: Prompt, suffix: str) -> list[int]:
+        """What stands before and behind the gap, in the order that infilling models were trained on."""
+        fim = vocabulary.bundle.fim or {}
+        marks = [fim.get(name) for name in ("prefix", "suffix", "middle")]
+        if not isinstance(prompt, str) or None in marks:
+            why = "token ids cannot have one" if not isinstance(prompt, str) else "the model was not made for infilling"
+            raise ShardlineError("unsupported_parameter", f"'suffix': {why}", param="suffix")
+        before, behind, middle = (mark for mark in marks if mark is not None)
+        head = await self._texts.tokenize(model, vocabulary, prompt, add_special=False, param="prompt")
+        tail = await self._texts.tokenize(model, vocabulary, suffix, add_special=False, param="suffix")
+        bundle = vocabulary.bundle
+        bos = [bundle.bos] if bundle.add_bos and bundle.bos is not None else []
+        return [*bos, before, *head, behind, *tail, middle]
+
+    def _prepared(
+        self,
+        asked: Asked,
+        model: ModelInfo,
+        vocabulary: Vocabulary,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[str],
+        key_id: str,
+        *,
+        param: str,
+    ) -> Prepared:
+        limits = [room(asked.max_tokens, len(tokens), model, self._settings, param=param) for tokens in prompts]
+        requests = [
+            GenerationRequest(
+                model=model.model,
+                prompt=tokens,
+                max_tokens=limit,
+                sampling=msgspec.structs.replace(
+                    asked.sampling_of(choice), min_tokens=min(asked.sampling.min_tokens, limit)
+                ),
+                stop=asked.stop,
+                key_id=key_id,
+            )
+            for tokens, limit in zip(prompts, limits, strict=True)
+            for choice in range(asked.n)
+        ]
+        chat = param == "messages"
+        envelope = Envelope(
+            id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+            created=int(time.time()),
+            model=asked.model,
+            fingerprint=fingerprint(model),
+            chat=chat,
+            vocabulary=vocabulary,
+            logprobs=asked.sampling.logprobs,
+        )
+        return Prepared(
+            asked=asked,
+            envelope=envelope,
+            requests=requests,
+            echoes=[echo for echo in echoes for _ in range(asked.n)],
+            prompt_tokens=sum(map(len, prompts)),
+        )
+
+
+async def _decoded(decode: Callable[[bytes], T], body: bytes) -> T:
+    return decode(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(decode, body)
+
+
+def _ids(model: ModelInfo, vocabulary: Vocabulary) -> int:
+    """Token ids that a client may name: those with a text, which can be fewer than the model has rows for."""
+    return min(model.vocab_size, vocabulary.size)
+
+
+def _echo(prompt: Prompt, vocabulary: Vocabulary) -> str:
+    return prompt if isinstance(prompt, str) else vocabulary.text(prompt)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 100 else name[:100] + "…"

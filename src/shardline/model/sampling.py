@@ -32,7 +32,9 @@ FORCE = 100.0
 """OpenAI's `logit_bias`: at 100 a token is the only choice, at -100 it is none, whatever the size of the logits."""
 LOGPROB_FLOOR = -9999.0
 """Reported for a token that the model itself excluded: JSON has no infinity."""
-_REACH = (4.0, 9.0, 20.0, math.inf)
+_REACH = (2.0, 4.0, 6.0, 8.0, 11.0, 15.0, 24.0)
+"""Distances below the peak at which candidates are looked for, nearest first."""
+_BLOCK = 512
 
 
 class Choice(NamedTuple):
@@ -232,32 +234,41 @@ class Sampler:
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _descending(values: F32, enough: Callable[[Ids], bool]) -> Ids:
-    """Ids of the largest `values` (at most 0, the largest is 0), largest first, equal ones by lower id.
+def _descending(values: F32, mass: Callable[[Ids], float], wanted: float) -> Ids:
+    """Ids of the largest `values` (at most 0, the largest is 0) whose `mass` is at least `wanted`, in `_ordered` order.
 
-    Stops at the first reach below the peak whose ids are `enough`: a full sort of a vocabulary takes milliseconds,
-    two comparisons over it take microseconds, and what sampling wants lies nearly always close to the peak.
+    A full sort of a vocabulary takes milliseconds, a comparison over it takes microseconds, and what sampling wants
+    lies nearly always close to the peak.
     """
     for reach in _REACH:
-        ids = np.flatnonzero(values > -np.inf) if reach == math.inf else np.flatnonzero(values >= -reach)
-        if reach == math.inf or enough(ids):
-            break
-    return _ordered(values, ids)
+        ids = np.flatnonzero(values >= -reach)
+        if mass(ids) >= wanted:
+            return _ordered(values, ids)
+    return _ordered(values, np.flatnonzero(values > -np.inf))
 
 
 def _ordered(values: F32, ids: Ids) -> Ids:
+    """`ids` with the largest of `values` first, equal ones by lower id."""
     order: Ids = np.argsort(-values[ids], kind="stable")
     return ids[order]
 
 
 def _largest(values: F32, count: int) -> Ids:
-    """The `count` largest of `values` (peak at 0), in the order of `_descending`; fewer where the rest is -inf."""
-    near = np.count_nonzero(values >= -_REACH[0])
-    if near > 4 * count + 1024:
-        # A flat row: find the value at the border first, then sort only what lies above it.
-        border = values.size - count
-        values = np.where(values >= np.partition(values, border)[border], values, np.float32(-np.inf))
-    return _descending(values, lambda ids: len(ids) >= count)[:count]
+    """The `count` largest of `values` (peak at 0), in `_ordered` order; fewer where the rest is -inf."""
+    ids: Ids | None = None
+    for reach in _REACH:
+        near = values >= -reach
+        if np.count_nonzero(near) >= count:
+            ids = np.flatnonzero(near)
+            break
+    if ids is None:
+        ids = np.flatnonzero(values > -np.inf)
+    if len(ids) > 4 * count + 1024:
+        # A flat row: find the value at the border first, then sort only what does not lie below it.
+        candidates = values[ids]
+        border = len(ids) - count
+        ids = ids[candidates >= np.partition(candidates, border)[border]]
+    return _ordered(values, ids)[:count]
 
 
 def _survivors(scaled: F32, top_k: int, top_p: float, min_p: float) -> tuple[Ids, npt.NDArray[np.float64]]:
@@ -269,7 +280,7 @@ def _survivors(scaled: F32, top_k: int, top_p: float, min_p: float) -> tuple[Ids
     elif top_p < 1:
         everything = np.exp(scaled)
         total = float(everything.sum(dtype=np.float64))
-        ids = _descending(scaled, lambda ids: float(everything[ids].sum(dtype=np.float64)) >= top_p * total)
+        ids = _descending(scaled, lambda ids: float(everything[ids].sum(dtype=np.float64)), top_p * total)
         weights = everything[ids].astype(np.float64)
     else:
         ids = _ordered(scaled, np.flatnonzero(scaled >= math.log(min_p)))
@@ -289,19 +300,20 @@ def _invert(cumulative: npt.NDArray[np.float64], u: float) -> int:
 
 
 def _draw_from_all(weights: F32, u: float) -> int:
-    """Draw an index in proportion to `weights`: first a block of 512, then within it. One long cumulative sum over a
+    """Draw an index in proportion to `weights`: first a block, then within it. One long cumulative sum over a
     vocabulary would take a millisecond."""
-    starts = np.arange(0, weights.size, 512)
-    blocks = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    whole = weights.size // _BLOCK * _BLOCK
+    sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1).astype(np.float64)
+    blocks = np.cumsum(np.append(sums, weights[whole:].sum(dtype=np.float64)))
     # Strictly below the sum, so that the block found has weight of its own.
     target = min(u * float(blocks[-1]), math.nextafter(float(blocks[-1]), 0.0))
     block = int(np.searchsorted(blocks, target, side="right"))
-    start = int(starts[block])
+    start = block * _BLOCK
     before = float(blocks[block - 1]) if block else 0.0
-    inside = np.cumsum(weights[start : start + 512], dtype=np.float64)
+    inside = np.cumsum(weights[start : start + _BLOCK], dtype=np.float64)
     index = int(np.searchsorted(inside, target - before, side="right"))
     # Where rounding points behind the block's last weight, take the last that has any.
-    return start + min(index, int(np.flatnonzero(weights[start : start + 512])[-1]))
+    return start + min(index, int(np.flatnonzero(weights[start : start + _BLOCK])[-1]))
 
 
 def _with_logprobs(logits: F32, peak: float, chosen: int, count: int) -> Choice:

@@ -1,4 +1,4 @@
-"""Peers for transport tests: a TCP server that follows a script byte by byte, and our own server around an application."""
+"""Peers for transport tests: a TCP server that follows a script, and our own server around an application."""
 
 from __future__ import annotations
 
@@ -16,6 +16,28 @@ from shardline.transport.http_client import HttpClient
 from shardline.transport.http_server import HttpServer, serve
 
 Script = Callable[["Wire"], Awaitable[None]]
+
+
+class FakeTransport(asyncio.Transport):
+    """Where bytes go when there is no socket: nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.closed = False
+
+    def writelines(self, pieces: object) -> None: ...
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @dataclass

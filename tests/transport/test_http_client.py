@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
-from loopback import Wire, answer, client_of, scripted, sockets, until
+from loopback import FakeTransport, Wire, answer, client_of, scripted, sockets, until
 
 from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL, Settings
@@ -93,26 +94,6 @@ async def test_only_methods_whose_answers_have_bodies() -> None:
 # What is received.
 
 
-class FakeTransport(asyncio.Transport):
-    def __init__(self) -> None:
-        super().__init__({})
-        self.closed = False
-
-    def writelines(self, pieces: object) -> None: ...
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def close(self) -> None:
-        self.closed = True
-
-
 class Told:
     """A sink that remembers."""
 
@@ -135,7 +116,10 @@ class Told:
 
 RESPONSES = [
     (answer(b'{"a":1}', extra=b"x-a: b\r\nX-A: c\r\n"), b'{"a":1}'),
-    (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\nt: u\r\n\r\n", b"abc0123456789"),
+    (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\nt: u\r\n\r\n",
+        b"abc0123456789",
+    ),
     (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\na: b\r\n\r\n" + answer(b"x"), b"x"),
     (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
     (answer(b""), b""),
@@ -162,7 +146,7 @@ def test_a_response_means_the_same_however_it_is_split(
     told = Told()
     connection, _, kept = fresh_connection(told)
     for _ in range(2):
-        for start, stop in zip(points, points[1:], strict=False):
+        for start, stop in itertools.pairwise(points):
             connection.data_received(raw[start:stop])
         assert (told.calls, told.data, kept) == (whole.calls, body, [True])
         assert told.calls[-1] == "end"
@@ -297,7 +281,12 @@ async def test_no_redirect_is_followed_and_no_cookie_kept() -> None:
     "raw",
     [
         answer(bytes(101)),
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"33\r\n" + bytes(51) + b"\r\n33\r\n" + bytes(51) + b"\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        + b"33\r\n"
+        + bytes(51)
+        + b"\r\n33\r\n"
+        + bytes(51)
+        + b"\r\n",
     ],
 )
 async def test_answers_have_a_limit(raw: bytes) -> None:
@@ -472,6 +461,7 @@ def threaded_peer() -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
+            time.sleep(0.1)
             self.send_response(200)
             self.send_header("content-length", "2")
             self.end_headers()
@@ -490,11 +480,9 @@ def threaded_peer() -> Iterator[str]:
 
 async def test_a_pause_of_our_own_is_not_held_against_the_peer(threaded_peer: str) -> None:
     async with client_of(Settings(late_timer_s=0.05)) as client:
-        request = asyncio.get_running_loop().create_task(once(client, threaded_peer, timeout_s=0.1))
-        while not client.connections:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        time.sleep(0.3)  # noqa: ASYNC251  (the answer comes while we are stopped, past the limit)
+        request = asyncio.get_running_loop().create_task(once(client, threaded_peer, timeout_s=0.3))
+        await until(lambda: client.connections == 1)
+        time.sleep(0.6)  # noqa: ASYNC251  (the answer comes while we are stopped, past the limit)
         assert (await request).body == b"ok"
 
 
@@ -622,7 +610,9 @@ async def test_proxy_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("NO_PROXY", raising=False)
     async with scripted(echo) as peer, client_of() as client:
         assert await client.json("POST", peer.url, Answer, body=Answer(1)) == Answer(11)
-        assert await client.json("POST", peer.url.replace("127.0.0.1", "localhost"), Answer, body=Answer(1)) == Answer(11)
+        assert await client.json("POST", peer.url.replace("127.0.0.1", "localhost"), Answer, body=Answer(1)) == Answer(
+            11
+        )
 
 
 async def test_a_checked_address_is_dialled_instead_of_the_name() -> None:

@@ -17,7 +17,7 @@ from shardline.errors import ShardlineError
 
 _URL = re.compile(
     r"(https?)://(?:\[([0-9A-Fa-f:.]+(?:%(?:25)?[0-9A-Za-z_.~-]+)?)\]|([0-9A-Za-z_.-]+))(?::([0-9]{1,5}))?"
-    r"(/[!-\"$-~]*)?(\?[!-\"$-~]*)?"
+    r"(/[!$%&'()*+,./0-9:;=@A-Z_a-z~-]*)?(\?[!$%&'()*+,./0-9:;=?@A-Z\[\]_a-z|~-]*)?"
 )
 _METADATA = frozenset(
     ipaddress.ip_address(text)

@@ -21,6 +21,8 @@ BODY_GRACE_S = 10.0
 """How long a body may take, whatever its size …"""
 BODY_BYTES_PER_S = 64 << 10
 """… and a second more for each of these many bytes that have come."""
+_JSON_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_NAME = re.compile(r"`(str|int|float|bool)( \| null)?`")
 _PATH = re.compile(r" - at `\$(?:\.)?(.*)`$")
 
 
@@ -89,8 +91,8 @@ def decode_json(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         text = str(error)
         found = _PATH.search(text)
-        param = found.group(1) if found else None
-        raise ShardlineError("invalid_value", text[: found.start()] if found else text, param=param or None) from None
+        why = _NAME.sub(lambda name: f"{_JSON_NAMES[name[1]]}{name[2] or ''}", text[: found.start()] if found else text)
+        raise ShardlineError("invalid_value", why, param=(found.group(1) or None) if found else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ShardlineError("invalid_json", f"the body is not JSON: {error}") from None
     except RecursionError:

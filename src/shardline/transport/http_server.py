@@ -79,6 +79,8 @@ def bind(host: str, port: int) -> socket.socket:
     Raises `address_in_use` with the port and, if it can be told, who holds it; `setting_invalid` for an address that
     this machine does not have. `::` listens on IPv4 as well.
     """
+    if not 0 <= port < 65536:
+        raise ShardlineError("setting_invalid", f"{port} is not a port", param="port")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError, OverflowError) as error:
@@ -155,7 +157,8 @@ class HttpServer:
         self._tls = tls
         self._stopping = False
         self._stopped = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._hurried = False
+        self._draining: asyncio.Timeout | None = None
         self._state = ServerState()
         self._limits = GuardLimits(settings.header_s, settings.header_bytes, connections)
         self._config = uvicorn.Config(
@@ -202,7 +205,9 @@ class HttpServer:
 
     def hurry(self) -> None:
         """Make a running `stop` close everything at once."""
-        self._hurry.set()
+        self._hurried = True
+        if self._draining is not None:
+            self._draining.reschedule(0.0)
 
     async def stop(self, limit_s: float | None = None) -> None:
         """Stop accepting, drain, close. Idempotent; returns when nothing of the server is left.
@@ -228,18 +233,14 @@ class HttpServer:
         for connection in list(self._state.connections):
             connection.shutdown()
         try:
-            async with asyncio.timeout(limit_s):
-                await self._unless_hurried(self._drained())
+            async with asyncio.timeout(0.0 if self._hurried else limit_s) as self._draining:
+                await self._drained()
         except TimeoutError:
             log.warning("drain_incomplete", connections=len(self._state.connections), limit_s=limit_s)
         finally:
+            self._draining = None
             await self._cut()
-        if self._lifespan is not None:
-            try:
-                async with asyncio.timeout(max(_CLOSE_S, limit_s)):
-                    await self._lifespan.shutdown()
-            except TimeoutError:
-                log.warning("shutdown_incomplete", limit_s=limit_s)
+            await self._shut_down(limit_s)
 
     async def _cut(self) -> None:
         """End what is still open: connections first, so that no cancelled request tries to answer."""
@@ -264,14 +265,14 @@ class HttpServer:
             self._limits.empty.clear()
             await self._limits.empty.wait()
 
-    async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`, or leave it where it is when the second signal comes."""
-        async with asyncio.TaskGroup() as group:
-            job = group.create_task(work)
-            watch = group.create_task(self._hurry.wait())
-            await asyncio.wait((job, watch), return_when=asyncio.FIRST_COMPLETED)
-            job.cancel()
-            watch.cancel()
+    async def _shut_down(self, limit_s: float) -> None:
+        if self._lifespan is None:
+            return
+        try:
+            async with asyncio.timeout(max(_CLOSE_S, limit_s)):
+                await self._lifespan.shutdown()
+        except TimeoutError:
+            log.warning("shutdown_incomplete", limit_s=limit_s)
 
     async def _serve_one(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

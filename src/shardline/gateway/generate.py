@@ -179,6 +179,7 @@ class RunningGeneration:
             prefill.cancel()
         finished = session.finished
         if finished is not None:
+            self._record.enter("completed")  # whoever reads the last event finds the record so
             self._emit(FinishedEvent(reason=finished.reason, generated=finished.generated))
 
     async def _open(self, tasks: asyncio.TaskGroup) -> RouteSession:

@@ -207,9 +207,7 @@ def test_shards_that_cannot_be_are_refused(node: SigningNode, shards: list[Shard
 
 
 def test_figures_that_cannot_be_are_refused(node: SigningNode) -> None:
-    no_class = EngineInfo(
-        backend="b", engine_class="", build="", dtype="", quantisation="", device="", threads=1
-    )
+    no_class = EngineInfo(backend="b", engine_class="", build="", dtype="", quantisation="", device="", threads=1)
     changes: list[dict[str, Any]] = [
         {"kv": KvInfo(capacity_tokens=-1)},
         {"kv": KvInfo(reserved_tokens=10**400)},
@@ -262,5 +260,3 @@ def test_a_proof_is_for_this_key_nonce_and_url(node: SigningNode) -> None:
         assert refusal(admission.check_proof, proof, key, nonce, URL).code == "registration_refused"
     skewed = NodeProof(id=node.id, protocol=7, proof=node.prove("q").proof)
     assert refusal(admission.check_proof, skewed, key, "q", URL).code == "protocol_mismatch"
-
-

@@ -216,9 +216,7 @@ def test_within_memory_at_legal_cuts_and_whole_after_at_most_one_node_a_piece(
 ) -> None:
     cuts, pieces = sizes(model)
     least = max(pieces)
-    memories = data.draw(
-        st.lists(st.integers(least, 3 * least), min_size=len(pieces), max_size=len(pieces) + 4)
-    )
+    memories = data.draw(st.lists(st.integers(least, 3 * least), min_size=len(pieces), max_size=len(pieces) + 4))
     answers = grow(model, memories)
     sums = [0]
     for size in model.layer_bytes:

@@ -50,7 +50,9 @@ def reason_of(registry: Registry, node: SigningNode) -> str | None:
 
 
 def test_a_registered_node_is_a_candidate_under_its_dialled_url(registry: Registry) -> None:
-    node = SigningNode("http://a-name:4000", [shard(0, 15)], kv=KvInfo(capacity_tokens=7, reserved_tokens=3, sessions=2))
+    node = SigningNode(
+        "http://a-name:4000", [shard(0, 15)], kv=KvInfo(capacity_tokens=7, reserved_tokens=3, sessions=2)
+    )
     registry.register(node.registration("n", 0.0), public_bytes(node.key), "http://10.0.0.1:4000", 0.0)
     (c,) = registry.candidates()
     assert (c.node, c.url, c.kv_capacity, c.kv_reserved, c.sessions) == (node.id, "http://10.0.0.1:4000", 7, 3, 2)

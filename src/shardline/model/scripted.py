@@ -156,10 +156,11 @@ class ScriptedBackend:
         self,
         spec: ShardSpec,
         *,
-        sleep: Callable[[float], None] | None,
+        sleep: Callable[[float], None],
         leave: Callable[[ScriptFault], NoReturn],
     ) -> None:
-        """`sleep`: how a pace is kept; None where the caller does it (inline). `leave`: what an `exit` fault does."""
+        """`sleep`: keeps the pace of a call for which the caller did not ask and wait itself. `leave`: what an `exit`
+        fault does."""
         self.script, digest = read_script(Path(spec.model))
         self._directory = Path(spec.model).parent
         n = self.script.n_layers
@@ -178,6 +179,7 @@ class ScriptedBackend:
         self._struck: dict[int, ScriptFault] | None = None
         """Faults of the batch that was paced and is to run next, by slot."""
         self._open_struck: ScriptFault | None = None
+        self._open_paced = False
         self._text = text_bundle(self.script, self.vocabulary) if spec.first == 0 or spec.last == n else None
         given = spec.options.get("content_id")
         self._content_id = given if isinstance(given, str) else f"mac1-{digest}"
@@ -254,6 +256,7 @@ class ScriptedBackend:
 
     def open_pace_s(self, slot: int) -> float:
         self._open_struck = self._find("open", None, self._opens)
+        self._open_paced = True
         self._opens += 1
         return _extra_s(self._open_struck)
 
@@ -281,10 +284,10 @@ class ScriptedBackend:
     # ---- slots -------------------------------------------------------------------------------------------------
 
     def open(self, slot: int) -> None:
-        if self._sleep is not None:
+        if not self._open_paced:
             self._sleep(self.open_pace_s(slot))
-        fault, self._open_struck = self._open_struck, None
-        self._fail(fault)
+        self._open_paced = False
+        self._fail(self._open_struck)
         self._caches[slot] = self._new_cache()
 
     def _new_cache(self) -> _Cache:
@@ -342,7 +345,7 @@ class ScriptedBackend:
     # ---- computing ---------------------------------------------------------------------------------------------
 
     def run(self, entries: Sequence[BackendEntry]) -> list[BackendOutput | Exception]:
-        if self._sleep is not None:
+        if self._struck is None:
             self._sleep(self.pace_s(entries))
         struck, self._struck = self._struck or {}, None
         for fault in struck.values():
@@ -512,7 +515,7 @@ def load(spec: ShardSpec, *, progress: Callable[[int, int], None] = lambda done,
 
 def load_inline(spec: ShardSpec) -> ScriptedBackend:
     """For `InlineEngine`: never sleeps, and an `exit` loses the engine."""
-    return ScriptedBackend(spec, sleep=None, leave=_leave_inline)
+    return ScriptedBackend(spec, sleep=lambda _: None, leave=_leave_inline)
 
 
 def self_test(backend: Any) -> StepTimes:

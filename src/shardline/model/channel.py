@@ -25,6 +25,8 @@ from shardline.wire.steps import SeamLayout
 
 FRAME_LIMIT = 64 << 20
 HEADER_BYTES = 4096
+AREAS_LIMIT = 1 << 30
+"""Of the shared file: what is asked for is reserved, so a wrong number must not take the machine's memory."""
 _ALIGN = 64
 _LENGTH = struct.Struct("<I")
 
@@ -272,6 +274,10 @@ class SharedRows:
         if (new_in, new_out) == (self.in_bytes, self.out_bytes):
             return
         size = HEADER_BYTES + new_in + new_out
+        if size > AREAS_LIMIT:
+            raise ShardlineError(
+                "engine_out_of_memory", f"rows of {size} bytes in one batch are over the limit of {AREAS_LIMIT}"
+            )
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.fd, 0, size)

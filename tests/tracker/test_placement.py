@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -207,7 +208,7 @@ def sizes(model: PlacementRequest) -> tuple[list[int], list[int]]:
     for size in model.layer_bytes:
         sums.append(sums[-1] + size)
     extra = model.embedding_bytes + model.output_bytes + model.kv_reserve_bytes
-    return cuts, [sums[b] - sums[a] + extra for a, b in zip(cuts, cuts[1:], strict=False)]
+    return cuts, [sums[b] - sums[a] + extra for a, b in pairwise(cuts)]
 
 
 @given(models(), st.data())

@@ -76,7 +76,7 @@ def clusters(draw: st.DrawFn) -> tuple[list[Candidate], Links, Query]:
             kv_capacity=draw(st.sampled_from([50, 10_000])),
             barred=draw(st.sampled_from([None, None, None, "loading"])),
         )
-        if 0 < first and draw(st.integers(0, 9)) == 0:
+        if first > 0 and draw(st.integers(0, 9)) == 0:
             c = replace(c, shard=candidate(c.node, first, last, N, layout_in="other").shard)
         group.append(c)
     names = [c.node for c in group]

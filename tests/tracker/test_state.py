@@ -158,13 +158,22 @@ async def test_loopback_is_refused_by_a_tracker_that_others_reach(network: Netwo
     assert network.dialled == []
 
 
-async def test_a_name_that_resolves_to_a_forbidden_address_is_not_dialled() -> None:
-    # The real resolver: every address of the name is judged.
-    network = Network()
-    state = network.tracker(loopback=False, resolve=None)
-    node = SigningNode("http://localhost.:80", [shard(0, 15)])
+@pytest.mark.parametrize(
+    ("host", "loopback", "why"),
+    [
+        # Spellings that only the resolver turns into addresses.
+        ("127.1", False, "loopback"),
+        ("2130706433", False, "loopback"),
+        ("0xa9fea9fe", True, "metadata"),
+    ],
+)
+async def test_a_name_that_resolves_to_a_forbidden_address_is_not_dialled(
+    network: Network, host: str, loopback: bool, why: str
+) -> None:
+    state = network.tracker(loopback=loopback, resolve=None)
+    node = SigningNode(f"http://{host}:80", [shard(0, 15)])
     error = await refused(state.register(statement_of(state, node)))
-    assert (error.code, "loopback" in error.message) == ("address_refused", True)
+    assert (error.code, why in error.message) == ("address_refused", True)
     assert network.dialled == []
 
 

@@ -9,7 +9,7 @@ still does not hold its own pause against the Nodes. Shown by tests/tracker/test
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
@@ -25,6 +25,9 @@ LINK_LIMIT = 256
 """Measured links that are kept for one Node; the one measured longest ago makes room."""
 OPENING_S = 0.25
 """A session given this shortly before a heartbeat is not in the heartbeat's figures yet."""
+
+
+_UNKNOWN = Link()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +46,15 @@ class Given:
     kv_tokens: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LinkRecord:
     """The way from the Node that holds this to one peer."""
 
-    rtt_ms: float | None = None
-    ok: bool | None = None
+    link: Link = _UNKNOWN
+    """As routing sees it."""
     measured_at: float | None = None
-    reported: str | None = None
-    """Why no route may use it."""
     clear_from: int = 0
-    """Number of the first heartbeat whose probes were certainly made after the report."""
+    """Number of the first heartbeat whose probes were certainly made after the report that took the link out."""
 
 
 @dataclass(slots=True)
@@ -147,8 +148,8 @@ class Registry:
 
     def link(self, source: str, to: str) -> Link | None:
         record = self.nodes.get(source)
-        link = None if record is None else record.links.get(to)
-        return None if link is None else Link(link.rtt_ms, link.ok, link.reported)
+        known = None if record is None else record.links.get(to)
+        return None if known is None else known.link
 
     def beating(self) -> Iterator[NodeRecord]:
         return (record for record in self.nodes.values() if record.beats)
@@ -186,7 +187,9 @@ class Registry:
         )
         if old is not None:
             # A report about a link outlives the process at its end; what it measured does not.
-            record.links = {to: LinkRecord(reported=link.reported) for to, link in old.links.items() if link.reported}
+            record.links = {
+                to: LinkRecord(Link(out=known.link.out)) for to, known in old.links.items() if known.link.out
+            }
         self.nodes[info.id] = record
         return record
 
@@ -225,18 +228,17 @@ class Registry:
         for probe in beat.peers:
             if probe.peer not in record.asked or probe.peer not in self.nodes:
                 continue
-            old = record.links.pop(probe.peer, None) or LinkRecord()
+            old = record.links.pop(probe.peer, LinkRecord())
             cleared = probe.ok and beat.count >= old.clear_from
-            # Put in at the end: the order of the dictionary is that of the measurements.
-            record.links[probe.peer] = LinkRecord(
-                rtt_ms=probe.rtt_ms if probe.rtt_ms is not None else old.rtt_ms,
+            link = Link(
+                rtt_ms=probe.rtt_ms if probe.rtt_ms is not None else old.link.rtt_ms,
                 ok=probe.ok,
-                measured_at=now,
-                reported=None if cleared else old.reported,
-                clear_from=old.clear_from,
+                out=None if cleared else old.link.out,
             )
+            # Put in at the end: the order of the dictionary is that of the measurements.
+            record.links[probe.peer] = LinkRecord(link, now, old.clear_from)
         while len(record.links) > LINK_LIMIT:
-            spare = (peer for peer, link in record.links.items() if link.reported is None)
+            spare = (peer for peer, known in record.links.items() if known.link.out is None)
             del record.links[next(spare, next(iter(record.links)))]
 
     def leave(self, node_id: str) -> None:
@@ -305,9 +307,8 @@ class Registry:
         record = self.nodes.get(source)
         if record is None or to not in self.nodes:
             return
-        link = record.links.setdefault(to, LinkRecord())
-        link.reported = reason
-        link.clear_from = record.count + 2
+        old = record.links.get(to, LinkRecord())
+        record.links[to] = LinkRecord(replace(old.link, out=reason), old.measured_at, record.count + 2)
 
     # What a Node is told.
 
@@ -355,9 +356,9 @@ def _follows(own: ShardInfo, theirs: ShardInfo) -> bool:
 
 
 def _urgency(record: NodeRecord, peer: str) -> tuple[int, float, str]:
-    link = record.links.get(peer)
-    if link is not None and link.reported is not None:
-        return 0, link.measured_at or 0.0, peer
-    if link is None or link.measured_at is None:
+    known = record.links.get(peer, LinkRecord())
+    if known.link.out is not None:
+        return 0, known.measured_at or 0.0, peer
+    if known.measured_at is None:
         return 1, 0.0, peer
-    return 2, link.measured_at, peer
+    return 2, known.measured_at, peer

@@ -180,10 +180,10 @@ def link_reason(source: str, to: str, links: Links, query: Query) -> str | None:
 
 def rtt_ms(source: str, to: str, links: Links) -> float | None:
     """Measured round trip between two Nodes, from whichever side has measured it."""
-    for link in (links(source, to), links(to, source)):
-        if link is not None and link.rtt_ms is not None:
-            return link.rtt_ms
-    return None
+    link = links(source, to)
+    if link is None or link.rtt_ms is None:
+        link = links(to, source)
+    return None if link is None else link.rtt_ms
 
 
 def hop_time_ms(source: str, to: str, links: Links) -> float:

@@ -216,7 +216,8 @@ class TrackerState:
             "reason": record.reason,
             "last_seen_s": round(now - record.seen_at, 3),
             "peers": [
-                {"peer": peer, "rtt_ms": link.rtt_ms, "ok": link.ok, "out": link.reported} for peer, link in links
+                {"peer": peer, "rtt_ms": known.link.rtt_ms, "ok": known.link.ok, "out": known.link.out}
+                for peer, known in links
             ],
         }
 

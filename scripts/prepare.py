@@ -163,21 +163,16 @@ def run(title, argv):
     tail = collections.deque(maxlen=15)
     with LOG.open("a", encoding="utf-8") as log, Ticker(title) as ticker:
         log.write("\n$ %s\n" % " ".join(map(str, argv)))
-        process = subprocess.Popen(
-            [str(a) for a in argv],
-            cwd=str(ROOT),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        assert process.stdout is not None
-        for raw in process.stdout:
-            line = raw.decode("utf-8", "replace").rstrip()
-            ticker.detail = detail_of(line) or ticker.detail
-            if not line.startswith("Progress "):
-                tail.append(line)
-                log.write(line + "\n")
-        code = process.wait()
+        command = [str(a) for a in argv]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=str(ROOT), **pipes) as process:
+            for raw in process.stdout:
+                line = raw.decode("utf-8", "replace").rstrip()
+                ticker.detail = detail_of(line) or ticker.detail
+                if not line.startswith("Progress "):
+                    tail.append(line)
+                    log.write(line + "\n")
+        code = process.returncode
         took = ticker.seconds()
     if code:
         text = "\n".join(tail)

@@ -48,6 +48,7 @@ class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     log_format: Literal["auto", "console", "json"] = "auto"
     """`auto`: console lines on a terminal, JSON elsewhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of the lines that are written."""
 
 
 SECRET = frozenset({"api_key"})

@@ -89,13 +89,9 @@ def gateway(
 
     It speaks the OpenAI API, opens a session over a route for each request, and streams tokens and telemetry.
     """
-    from shardline.transport.http_server import check_listener
-
-    configuration = invocation.configuration(tracker=tracker_url, api_keys_file=api_keys_file)
-    api_keys = configuration.api_keys()
-    check_listener(host, insecure_plain_http=insecure_plain_http, credential=next(iter(api_keys), None))
     from shardline.gateway.run import run
 
+    configuration = invocation.configuration(tracker=tracker_url, api_keys_file=api_keys_file)
     _run(
         invocation,
         "gateway",
@@ -107,7 +103,7 @@ def gateway(
             port=port,
             credential=credential_of(configuration),
             state_dir=configuration.state_dir,
-            api_keys=api_keys,
+            api_keys=configuration.api_keys(),
             insecure_plain_http=insecure_plain_http,
             announce=announce,
         ),

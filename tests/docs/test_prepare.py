@@ -1,0 +1,113 @@
+"""The set-up script: what it skips, and what it says where a step fails. No package is installed here."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> ModuleType:
+    """The script as a module, at home in an empty folder."""
+    spec = importlib.util.spec_from_file_location("prepare", ROOT / "scripts" / "prepare.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.ROOT = tmp_path
+    module.VENV = tmp_path / ".venv"
+    module.PYTHON = module.VENV / "bin" / "python"
+    module.LOG = module.VENV / "prepare.log"
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    return module
+
+
+def test_a_stamped_step_is_skipped_until_its_source_changes(prepare: ModuleType) -> None:
+    prepare.PYTHON.parent.mkdir(parents=True)
+    prepare.PYTHON.symlink_to(sys.executable)
+    for name, key, _ in prepare.steps("test"):
+        prepare.stamp_path(name).write_text(prepare.digest(key))
+    prepare.run = None  # A step that is not skipped would fail.
+    prepare.install("test")
+    (prepare.ROOT / "pyproject.toml").write_text("[project]\nname = 'other'\n")
+    todo = [name for name, key, _ in prepare.steps("test") if not prepare.is_stamped(name, prepare.digest(key))]
+    assert todo == ["shardline", "the tools of the tests"]
+
+
+def test_torch_comes_first_and_alone_and_the_model_without_its_dependencies(
+    prepare: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_INDEX", "https://example.invalid/cpu")
+    steps = {name: arguments for name, _, arguments in prepare.steps("demo")}
+    assert list(steps)[1] == prepare.TORCH
+    assert steps[prepare.TORCH] == [prepare.TORCH, "--index-url", "https://example.invalid/cpu"]
+    assert steps[f"the small model, {prepare.MODEL}"] == ["--no-deps", prepare.MODEL]
+    assert "the tools of the tests" not in steps
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "disk is full"),
+        ("ERROR: No matching distribution found for torch==2.13.0", "TORCH_INDEX=https://download.pytorch.org/whl/cpu"),
+        ("NewConnectionError(...): Failed to establish a new connection: Connection refused", "index was not reached"),
+        ("ssl.SSLCertVerificationError: CERTIFICATE_VERIFY_FAILED", "PIP_CERT"),
+        ("PermissionError: [Errno 13] Permission denied: '.venv'", "No right to write"),
+        ("something else", "prepare.log"),
+    ],
+)
+def test_a_failed_step_says_what_to_do(prepare: ModuleType, output: str, words: str) -> None:
+    assert words in prepare.advice_for(output)
+
+
+def test_a_failing_command_is_quoted(prepare: ModuleType) -> None:
+    prepare.VENV.mkdir()
+    code = "print('Collecting x'); print('No space left on device'); raise SystemExit(3)"
+    with pytest.raises(prepare.StepFailed) as failed:
+        prepare.run("[1/2] step", [sys.executable, "-c", code])
+    assert "exit code 3" in str(failed.value) and "No space left" in str(failed.value)
+    assert "disk is full" in failed.value.advice
+    assert "Collecting x" in prepare.LOG.read_text()
+
+
+def test_too_little_disk_is_said_before_anything_is_made(prepare: ModuleType) -> None:
+    prepare.NEEDED_BYTES = 1 << 60
+    with pytest.raises(prepare.StepFailed, match="needs about 3 GB"):
+        prepare.install("demo")
+    assert not prepare.VENV.exists()
+
+
+def test_an_old_python_names_a_newer_one_or_what_to_install(
+    prepare: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare.OLDEST = (4, 0)
+    monkeypatch.setattr(prepare, "newer_python", lambda: None)
+    with pytest.raises(prepare.StepFailed, match=r"needs 4\.0 or newer"):
+        prepare.check_python()
+
+
+def test_it_parses_on_pythons_that_are_too_old() -> None:
+    """No syntax past 3.6: its message is for exactly those who have an old one."""
+    import ast
+
+    ast.parse((ROOT / "scripts" / "prepare.py").read_text(encoding="utf-8"), feature_version=(3, 6))
+
+
+def test_progress_of_pip_is_told_in_megabytes(prepare: ModuleType) -> None:
+    assert prepare.detail_of("Progress 52428800 of 191794682") == "50 of 182 MB"
+    assert prepare.detail_of("  Downloading torch-2.13.0.whl (182 MB)") == "Downloading torch-2.13.0.whl (182 MB)"
+    assert prepare.detail_of("Requirement already satisfied: pip") is None
+
+
+def test_the_makefile_says_that_python_is_missing() -> None:
+    done = subprocess.run(
+        ["make", "demo", "PYTHON=no-such-python"], cwd=ROOT, capture_output=True, text=True, timeout=10
+    )
+    assert done.returncode != 0
+    assert "no-such-python is not there. What to do: install Python 3.11" in done.stderr

@@ -19,18 +19,8 @@ from shardline.tracker.state import PROOF_BYTES, TrackerState, dial_with
 from shardline.transport.bodies import send_body, send_json
 from shardline.transport.http_client import HttpClient, Response
 from shardline.transport.http_server import serve
-from shardline.wire.messages import (
-    HeartbeatAnswer,
-    ModelList,
-    Outcome,
-    PlacementAnswer,
-    PlacementRequest,
-    RegisterAnswer,
-    RouteAnswer,
-    RouteRequest,
-    Signed,
-    TrackerNonce,
-)
+from shardline.transport.tracker_client import TrackerClient
+from shardline.wire.messages import Outcome, PlacementRequest, RegisterAnswer, RouteRequest, Signed
 from tests.tracker.cluster_values import CLASS, SigningNode, shard
 
 CREDENTIAL = "correct horse"
@@ -47,18 +37,16 @@ class Cluster:
         self.state = state
         self.client = client
         self.stranger = stranger
-
-    async def ask(self, method: str, path: str, kind: type[Any], body: msgspec.Struct | None = None) -> Any:
-        return await self.client.json(method, self.url + path, kind, body=body)
+        self.tracker = TrackerClient(client, url)
 
     async def raw(self, method: str, path: str, **named: Any) -> Response:
         client = named.pop("client", self.client)
         return await client.request(method, self.url + path, timeout_s=5.0, limit="control", **named)  # type: ignore[no-any-return]
 
     async def register(self, node: SigningNode) -> RegisterAnswer:
-        nonce: TrackerNonce = await self.ask("GET", "/v1/register/nonce", TrackerNonce)
+        nonce = await self.tracker.nonce()
         statement = node.register_statement(nonce.nonce, self.state.clock.unix())
-        answer: RegisterAnswer = await self.ask("POST", "/v1/nodes", RegisterAnswer, Signed(statement=statement))
+        answer = await self.tracker.register(Signed(statement=statement))
         node.epoch, node.count = answer.epoch, 0
         return answer
 
@@ -157,25 +145,25 @@ async def test_a_cluster_from_the_first_node_to_the_last(cluster: Cluster) -> No
         assert (await cluster.register(tail)).waiting == []
         assert json.loads((await cluster.raw("GET", "/readyz")).body) == {"status": "ready", "models": ["tiny"]}
         beat = Signed(statement=head.heartbeat_statement())
-        peers = await cluster.ask("POST", f"/v1/nodes/{head.id}/heartbeat", HeartbeatAnswer, beat)
+        peers = await cluster.tracker.heartbeat(head.id, beat)
         assert [(p.node, p.url) for p in peers.peers] == [(tail.id, tail.url)]
-        (model,) = (await cluster.ask("GET", "/v1/models", ModelList)).models
+        (model,) = (await cluster.tracker.models()).models
         assert (model.ready, model.missing) == (True, [])
         asked = RouteRequest(model="tiny", kv_tokens=5, gateway="g-1")
-        answer = await cluster.ask("POST", "/v1/routes", RouteAnswer, asked)
+        answer = await cluster.tracker.routes(asked)
         assert [hop.url for hop in answer.route.hops] == [head.url, tail.url]
-        explained = await cluster.ask("GET", "/v1/routes/explain?model=tiny&kv_tokens=5", dict)
+        explained = json.loads((await cluster.raw("GET", "/v1/routes/explain?model=tiny&kv_tokens=5")).body)
         assert explained["taken"] == [head.id, tail.id]
         blame = Outcome(status="failed", code="node_lost", node=tail.id)
-        assert await cluster.ask("POST", f"/v1/routes/{answer.route.id}/outcome", dict, blame) == {}
-        states = {n["id"]: n["state"] for n in (await cluster.ask("GET", "/v1/nodes", dict))["nodes"]}
+        await cluster.tracker.outcome(answer.route.id, blame)
+        states = {n["id"]: n["state"] for n in (await cluster.tracker.nodes())["nodes"]}
         assert states == {head.id: "ready", tail.id: "out"}
         with pytest.raises(ShardlineError) as error:
-            await cluster.ask("POST", "/v1/routes", RouteAnswer, asked)
+            await cluster.tracker.routes(asked)
         assert (error.value.code, error.value.details["missing"]) == ("model_unavailable", [[15, 30]])
         goodbye = Signed(statement=tail.heartbeat_statement(leaving=True))
-        assert await cluster.ask("DELETE", f"/v1/nodes/{tail.id}", dict, goodbye) == {}
-        (only,) = (await cluster.ask("GET", "/v1/nodes", dict))["nodes"]
+        await cluster.tracker.leave(tail.id, goodbye)
+        (only,) = (await cluster.tracker.nodes())["nodes"]
         assert {"id", "url", "pid", "host", "shards", "engine", "health", "kv", "state", "last_seen_s"} <= set(only)
         text = (await cluster.raw("GET", "/metrics")).body.decode()
         assert 'shardline_tracker_routes_total{result="model_unavailable"} 1.0' in text
@@ -208,7 +196,7 @@ async def test_a_silent_node_expires_by_itself(cluster: Cluster) -> None:
     async with node_at(0, 30) as node:
         await cluster.register(node)
         async with asyncio.timeout(10):
-            while (await cluster.ask("GET", "/v1/nodes", dict))["nodes"][0]["state"] != "expired":  # noqa: ASYNC110
+            while (await cluster.tracker.nodes())["nodes"][0]["state"] != "expired":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
 
@@ -292,8 +280,8 @@ async def test_placement_over_http(cluster: Cluster) -> None:
         embedding_bytes=0,
         output_bytes=0,
     )
-    first = await cluster.ask("POST", "/v1/placement", PlacementAnswer, asked)
-    second = await cluster.ask("POST", "/v1/placement", PlacementAnswer, asked)
+    first = await cluster.tracker.placement(asked)
+    second = await cluster.tracker.placement(asked)
     assert [(a.first, a.last) for a in (first, second)] == [(0, 2), (2, 4)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,7 @@ async def test_it_serves_until_it_is_cancelled(tmp_path: Path) -> None:
     with pytest.raises(ConnectFailed):
         await client.json("GET", f"{url}/v1/models", ModelList)
     await client.aclose()
-    assert (tmp_path / "tracker.key").is_file()
+    assert stat.S_IMODE((tmp_path / "tracker.key").stat().st_mode) == 0o600
 
 
 async def test_a_port_that_is_taken_ends_it_at_once(tmp_path: Path) -> None:
@@ -57,6 +58,7 @@ async def test_a_port_that_is_taken_ends_it_at_once(tmp_path: Path) -> None:
 async def test_a_damaged_key_ends_it_and_frees_the_port(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("nonsense")
+    key.chmod(0o600)
     with pytest.raises(ShardlineError) as error:
         await run(replace(options(tmp_path), key_path=key))
     assert error.value.code == "setting_invalid"

@@ -1,9 +1,6 @@
-"""Tickets as a Node will read them, the key file, and whose word about a failure counts."""
+"""Tickets as a Node will read them, and whose word about a failure counts."""
 
 from __future__ import annotations
-
-import stat
-from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -12,7 +9,7 @@ from shardline.errors import ShardlineError
 from shardline.tracker import tickets as tickets_module
 from shardline.tracker.coverage import choose
 from shardline.tracker.selection import Candidate, Link, Query
-from shardline.tracker.tickets import ROUTE_GRACE_S, RouteBook, TicketOffice, blames, load_key
+from shardline.tracker.tickets import ROUTE_GRACE_S, RouteBook, TicketOffice, blames
 from shardline.wire.messages import Outcome, RouteAnswer, RouteRequest, Ticket
 from shardline.wire.tickets import verify
 from tests.tracker.cluster_values import NO_LINKS, candidate, links_of
@@ -67,23 +64,6 @@ def test_a_route_of_one_hop_returns_to_itself() -> None:
 def test_every_start_is_another_epoch() -> None:
     key = Ed25519PrivateKey.generate()
     assert TicketOffice(key, 30.0).epoch != TicketOffice(key, 30.0).epoch
-
-
-def test_the_key_file_is_made_once_for_its_owner(tmp_path: Path) -> None:
-    path = tmp_path / "state" / "tracker.key"
-    first = load_key(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert load_key(path).private_bytes_raw() == first.private_bytes_raw()
-
-
-@pytest.mark.parametrize("text", ["", "zz", "00" * 31])
-def test_a_damaged_key_file_is_refused_and_kept(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "tracker.key"
-    path.write_text(text)
-    with pytest.raises(ShardlineError) as error:
-        load_key(path)
-    assert error.value.code == "setting_invalid"
-    assert path.read_text() == text
 
 
 def test_a_route_is_ended_once_by_a_report_about_itself() -> None:

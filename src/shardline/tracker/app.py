@@ -94,7 +94,7 @@ class _Endpoints:
     async def leave(self, request: Request) -> Response:
         signed = await self._body(request, Signed)
         self._state.leave(request.path_params["node"], signed.statement)
-        return _json({})
+        return _json(None)
 
     async def models(self, request: Request) -> Response:
         return _json(self._state.models())
@@ -112,7 +112,7 @@ class _Endpoints:
 
     async def outcome(self, request: Request) -> Response:
         self._state.outcome(request.path_params["route"], await self._body(request, Outcome))
-        return _json({})
+        return _json(None)
 
     async def explain(self, request: Request) -> Response:
         model = request.query_params.get("model")

@@ -10,8 +10,8 @@ import asyncio
 from shardline.options import TrackerOptions
 from shardline.tracker.app import create_app
 from shardline.tracker.state import TrackerState, dial_with
-from shardline.tracker.tickets import load_key
 from shardline.transport.addresses import is_loopback
+from shardline.transport.credentials import identity_key
 from shardline.transport.http_client import HttpClient
 from shardline.transport.http_server import HttpServer, bind, check_listener
 
@@ -22,7 +22,7 @@ async def run(options: TrackerOptions) -> None:
     check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
     sock = bind(options.host, options.port)
     try:
-        key = load_key(options.key_path or options.state_dir / "tracker.key")
+        key = identity_key(options.key_path or options.state_dir / "tracker.key")
     except BaseException:
         sock.close()
         raise

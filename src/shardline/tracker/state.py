@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL, Settings
 from shardline.tracker import admission
-from shardline.tracker.coverage import choose, models
+from shardline.tracker.coverage import RETRY_AFTER_S, choose, models
 from shardline.tracker.explain import Explanation, explain
 from shardline.tracker.metrics import TrackerMetrics
 from shardline.tracker.placement import Claims, holdings_of, place
@@ -297,7 +297,9 @@ class TrackerState:
             return ready
         lacks = [{"model": m.model, "content_id": m.content_id, "missing": m.missing} for m in known[:16]]
         named = "; ".join(f"{m.model} lacks layers " + ", ".join(f"{a}:{b}" for a, b in m.missing) for m in known[:3])
-        raise ShardlineError("model_unavailable", named or "no Node serves a model yet", models=lacks)
+        raise ShardlineError(
+            "model_unavailable", named or "no Node serves a model yet", models=lacks, retry_after=RETRY_AFTER_S
+        )
 
     def render_metrics(self) -> bytes:
         states = [record.state for record in self.registry.nodes.values()]

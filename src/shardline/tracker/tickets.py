@@ -1,16 +1,14 @@
-"""Tickets: the Tracker's signed permission to open one session on each hop of a route it gave; and its signing key.
+"""Tickets: the Tracker's signed permission to open one session on each hop of a route it gave.
 
-Owns the key, the epoch, and the book of routes given, which decides whose word about a failure counts. What a Node
-checks in a ticket is the Node's business. Shown by tests/tracker/test_tickets.py.
+Owns the signing, the epoch, and the book of routes given, which decides whose word about a failure counts. What a
+Node checks in a ticket is the Node's business. Shown by tests/tracker/test_tickets.py.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -25,23 +23,6 @@ ROUTE_GRACE_S = 60.0
 """How much longer than a session can last a route is remembered: its outcome may be late."""
 _NOBODY_AT_FAULT = frozenset({"kv_exhausted", "capacity", "queue_overflow", "gateway_lost"})
 """What a sound Node answers when it is full, or when its Gateway fell silent."""
-
-
-def load_key(path: Path) -> Ed25519PrivateKey:
-    """The Ed25519 key in the file at `path` (64 hex digits), made there, for its owner only, where it is missing."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            pass
-        else:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(Ed25519PrivateKey.generate().private_bytes_raw().hex() + "\n")
-        text = path.read_text(encoding="ascii").strip()
-        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text))
-    except (OSError, ValueError) as error:
-        raise ShardlineError("setting_invalid", f"key file {path}: {error}", param="key") from None
 
 
 class TicketOffice:

@@ -155,9 +155,10 @@ def check_request(request: PlacementRequest) -> None:
 
 
 def is_same_engine(one: str, other: str) -> bool:
-    """Whether two engine classes agree as far as both are known: a Node that still loads knows its backend only."""
-    parts = [name.removesuffix("/loading").split("/") for name in (one, other)]
-    return all(a == b for a, b in zip(*parts, strict=False))
+    """Whether two engine classes agree as far as both are known: before it has loaded, a Node knows its backend only,
+    and a class begins with its backend's name."""
+    short, long = sorted((one.removesuffix("/loading"), other.removesuffix("/loading")), key=len)
+    return long.startswith(short) and not long[len(short) : len(short) + 1].isalnum()
 
 
 def _is_same_model(request: PlacementRequest, held: Holding) -> bool:

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardline.settings import Settings
-
 
 @pytest.fixture(scope="session", params=["asyncio", "uvloop"])
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": request.param == "uvloop"}
-
-
-@pytest.fixture
-def settings() -> Settings:
-    return Settings()

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from shardline.errors import ShardlineError
+from shardline.settings import Settings
 from shardline.transport import answers
 from shardline.transport.answers import Response
 from shardline.transport.connection import Buffer
@@ -61,7 +63,8 @@ class MemoryCarrier:
     Bodies are copied, as the network would. A callable raises ShardlineError to refuse.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, body_limit: int = Settings().step_body_bytes) -> None:
+        self._body_limit = body_limit
         self.hops: dict[str, Callable[[bytes], Awaitable[StepAck]]] = {}
 
     async def push(self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str) -> StepAck:
@@ -70,6 +73,8 @@ class MemoryCarrier:
         if hop is None:
             raise ConnectFailed(peer, "no such hop")
         body = b"".join(pieces)
+        if len(body) > self._body_limit:
+            raise ShardlineError("body_too_large", f"the body has {len(body)} bytes, the limit is {self._body_limit}")
         # A turn of the loop, as the network would take: nobody comes to rely on being called within push.
         await asyncio.sleep(0)
         try:

@@ -11,8 +11,8 @@ import errno
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
 
 import psutil
 import structlog
@@ -43,14 +43,12 @@ __all__ = [
     "header",
     "read_body",
     "read_json",
-    "run",
     "run_until_signal",
     "send_body",
     "send_json",
     "serve",
 ]
 
-T = TypeVar("T")
 Drain = Callable[[], Awaitable[None]]
 BACKLOG = 1024
 _CLOSE_S = 1.0
@@ -330,13 +328,3 @@ async def run_until_signal(*servers: HttpServer, ended: asyncio.Event | None = N
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` on uvloop where the platform has it, else on asyncio's own loop."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)

@@ -44,7 +44,8 @@ class Engine(Protocol):
 
     When the engine dies or hangs, `on_lost(error)` is called first, then the `done` of the running batch with the same
     error as its `failure`; waiting calls raise it. All slots are gone then. The engine starts itself again, at most
-    `worker_restarts` times (1, 2, 4 … s apart), and calls `on_ready()` when slots can be opened again.
+    `worker_restarts` times (1, 2, 4 … s apart), and calls `on_ready()` when slots can be opened again; when it gives
+    up, `on_lost` is called once more.
     """
 
     on_lost: Callable[[ShardlineError], None]
@@ -80,7 +81,8 @@ class Engine(Protocol):
         """Compute something over the whole range and check it; slots that are open are left alone."""
 
     async def stop(self) -> None:
-        """Free everything; idempotent. What still waits fails with `draining`; nothing is called back any more."""
+        """Free everything; idempotent. What still waits, a batch too, fails with `draining`; `on_lost` is not called.
+        To be awaited by whoever made the engine, also after a start that failed or was cancelled."""
 
 
 class Restarts:
@@ -112,6 +114,12 @@ def step_limit(entries: Sequence[BackendEntry], settings: Settings) -> tuple[str
 
 def over_limit(name: str, limit_s: float) -> ShardlineError:
     return ShardlineError("deadline", f"the engine did not answer within {limit_s:g} s", limit=name)
+
+
+def given_up(last: ShardlineError, settings: Settings) -> ShardlineError:
+    return ShardlineError(
+        "engine_lost", f"given up after {settings.worker_restarts} restarts in a row; last: {last.message}"
+    )
 
 
 class PacedBackend(Backend, Protocol):
@@ -240,7 +248,10 @@ class InlineEngine:
 
     def _plan_restart(self, ran_s: float) -> None:
         delay_s = self._restarts.next_delay_s(ran_s)
-        if delay_s is not None and not self._stopped:
+        if delay_s is None:
+            self._down = given_up(self._down, self._settings)
+            self.on_lost(self._down)
+        elif not self._stopped:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._restart)
 
     def _restart(self) -> None:

@@ -33,7 +33,7 @@ from shardline.model.channel import (
     Tokenize,
     Tokens,
 )
-from shardline.model.engine import BatchResult, Done, Restarts, step_limit
+from shardline.model.engine import BatchResult, Done, Restarts, given_up, step_limit
 from shardline.model.generation import SampledToken, StepResult
 from shardline.model.worker_process import WorkerProcess, worker_environment
 from shardline.settings import Settings
@@ -106,9 +106,7 @@ class WorkerEngine:
                 break
             log.warning("worker_restart_planned", in_s=delay_s, restarts=self._restarts.count)
             await asyncio.sleep(delay_s)
-        self._down = ShardlineError(
-            "engine_lost", f"given up after {self._settings.worker_restarts} restarts in a row; last: {error.message}"
-        )
+        self._down = given_up(error, self._settings)
         log.error("worker_given_up", reason=error.message)
         self._call(self.on_lost, self._down)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -46,6 +47,8 @@ _READ_BYTES = 256 << 10
 _LINE_CHARS = 2000
 _LAST_LINES = 40
 _WORDS_CHARS = 600
+_STACK_LINES = ("File ", "Thread ", "Current thread ", "Extension modules", "Traceback ", "~", "^")
+_DIRECTORIES = re.compile(r"(?:/[\w.@+~-]+)+/")
 _REAP_S = 5.0
 
 
@@ -71,6 +74,15 @@ def worker_environment(inherited: Mapping[str, str], threads: int) -> dict[str, 
         "TRANSFORMERS_OFFLINE": "1",
         "GGML_NO_BACKTRACE": "1",
     }
+
+
+def last_words(lines: Iterable[str]) -> str:
+    """What of a dying worker's output names the cause, in one line: this goes to clients, so without the stack and
+    without the directories of this machine. The log has all lines."""
+    telling = [line for line in lines if not line.startswith(_STACK_LINES)]
+    fatal = [line for line in telling if line.startswith("Fatal Python error")]
+    words = " | ".join(fatal[-1:] or telling[-3:])
+    return _DIRECTORIES.sub("", words)[-_WORDS_CHARS:]
 
 
 def _usable_cores() -> int:
@@ -369,7 +381,7 @@ class WorkerProcess:
 
     def _how_it_ended(self, status: int | None) -> ShardlineError:
         self._log_readable()
-        words = " | ".join(self._words)[-_WORDS_CHARS:]
+        words = last_words(self._words)
         said = f"; it said: {words}" if words else ""
         if status is None:
             return ShardlineError("engine_lost", f"the engine worker closed its socket and does not end{said}")

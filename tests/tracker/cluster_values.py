@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL
 from shardline.tracker.selection import Candidate, Link, Links
 from shardline.wire.messages import (
@@ -146,12 +144,3 @@ class SigningNode:
     def prove(self, nonce: str) -> NodeProof:
         proof = sign(self.key, "node", Nonce(nonce=nonce, url=self.url))
         return NodeProof(id=self.id, protocol=PROTOCOL, proof=proof)
-
-
-def with_engine_class(info: NodeInfo, engine_class: str) -> NodeInfo:
-    engine = msgspec.structs.replace(info.engine, engine_class=engine_class)
-    return msgspec.structs.replace(info, engine=engine)
-
-
-def code_of(error: BaseException) -> str:
-    return error.code if isinstance(error, ShardlineError) else type(error).__name__

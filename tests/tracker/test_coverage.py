@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.errors import ShardlineError
-from shardline.tracker.coverage import RETRY_AFTER_S, Span, choose, missing_of, missing_ranges, models
+from shardline.tracker.coverage import (
+    RETRY_AFTER_S,
+    Span,
+    choose,
+    is_same_engine,
+    missing_of,
+    missing_ranges,
+    models,
+)
 from shardline.tracker.selection import Candidate, Link, Links, Query, RouteGraph
 from tests.tracker.cluster_values import NO_LINKS, candidate, links_of
 from tests.tracker.test_selection import N, clusters
@@ -139,3 +147,19 @@ def test_a_model_that_only_loads_is_listed_once_and_lacks_everything() -> None:
     group = [candidate("l", 0, 30, engine_class="scripted/loading", barred="loading", context_length=0)]
     (model,) = models(group, NO_LINKS)
     assert (model.ready, model.missing, model.context_length) == (False, [(0, 30)], 0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("scripted", "scripted-1", True),
+        ("torch/loading", "torch/2/Q4_1/F32", True),
+        ("torch/2/Q4_1/F32", "torch/2/Q4_1/F32", True),
+        ("torch/2/Q4_1/F32", "torch/2/Q8_0/F32", False),
+        ("torch", "torchlike/2", False),
+        ("torch/loading", "scripted/loading", False),
+    ],
+)
+def test_engine_classes_agree_as_far_as_they_are_known(one: str, other: str, same: bool) -> None:
+    assert is_same_engine(one, other) is same
+    assert is_same_engine(other, one) is same

@@ -18,7 +18,6 @@ from shardline.tracker.placement import (
     Holding,
     available_bytes,
     holdings_of,
-    is_same_engine,
     place,
     range_bytes,
 )
@@ -111,11 +110,6 @@ def test_other_models_engines_and_own_claims_do_not_count() -> None:
 def test_a_node_that_still_loads_counts_by_what_it_knows_of_its_engine() -> None:
     assert answer(request(1000), holding("a", 0, 6, engine_class="scripted/loading")) == (6, 12)
     assert answer(request(1000, engine_class="scripted"), holding("a", 0, 6)) == (6, 12)
-    assert is_same_engine("scripted", "scripted-1")
-    assert is_same_engine("torch/2/Q4_1/F32", "torch/2/Q4_1/F32")
-    assert not is_same_engine("torch", "torchlike/2")
-    assert not is_same_engine("torch/loading", CLASS)
-    assert not is_same_engine("torch/2/Q4_1/F32", "torch/2/Q8_0/F32")
 
 
 def test_nodes_on_one_machine_share_its_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardline.errors import ShardlineError
@@ -259,6 +260,11 @@ def test_waiting_names_what_is_missing_beside_the_nodes_own_layers(registry: Reg
     middle = join(registry, 10, 20)
     assert registry.waiting(first.id) == []
     assert registry.waiting(middle.id) == [(0, 10)]
+    # One that has not loaded its engine knows only a part of its class.
+    loading = SigningNode("http://127.0.0.1:9", [shard(0, 10, state="loading")])
+    engine = msgspec.structs.replace(loading.info().engine, engine_class="scripted/loading")
+    loading.changes["engine"] = engine
+    assert registry.waiting(admit(registry, loading, 0.0).id) == []
 
 
 def test_peers_are_those_that_follow_and_heads_behind_a_tail(registry: Registry) -> None:

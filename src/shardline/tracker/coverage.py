@@ -140,6 +140,13 @@ def is_unloaded(key: GroupKey) -> bool:
     return key.engine_class.endswith("/loading")
 
 
+def is_same_engine(one: str, other: str) -> bool:
+    """Whether two engine classes agree as far as both are known: before it has loaded, a Node knows its backend only,
+    and a class begins with its backend's name."""
+    short, long = sorted((one.removesuffix("/loading"), other.removesuffix("/loading")), key=len)
+    return long.startswith(short) and not long[len(short) : len(short) + 1].isalnum()
+
+
 class Choice(NamedTuple):
     """A route that was chosen, and under which name."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardline.errors import ShardlineError
-from shardline.tracker.coverage import Span, missing_ranges
+from shardline.tracker.coverage import Span, is_same_engine, missing_ranges
 from shardline.wire.messages import NodeInfo, PlacementAnswer, PlacementRequest
 
 CLAIM_TTL_S = 60.0
@@ -152,13 +152,6 @@ def check_request(request: PlacementRequest) -> None:
     cuts = request.legal_cuts
     if cuts is not None and any(not 0 <= cut <= request.n_layers for cut in cuts):
         raise ShardlineError("invalid_value", "a legal cut lies outside the model", param="legal_cuts")
-
-
-def is_same_engine(one: str, other: str) -> bool:
-    """Whether two engine classes agree as far as both are known: before it has loaded, a Node knows its backend only,
-    and a class begins with its backend's name."""
-    short, long = sorted((one.removesuffix("/loading"), other.removesuffix("/loading")), key=len)
-    return long.startswith(short) and not long[len(short) : len(short) + 1].isalnum()
 
 
 def _is_same_model(request: PlacementRequest, held: Holding) -> bool:

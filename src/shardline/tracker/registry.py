@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
-from shardline.tracker.coverage import Span, missing_ranges
+from shardline.tracker.coverage import Span, is_same_engine, missing_ranges
 from shardline.tracker.selection import Candidate, Link
 from shardline.wire.messages import Heartbeat, NodeInfo, Peer, Registration, ShardInfo
 
@@ -315,7 +315,9 @@ class Registry:
     def waiting(self, node_id: str) -> list[tuple[int, int]]:
         """Layer ranges of the model of this Node that are missing beside its own Shards."""
         info = self.nodes[node_id].info
-        served = [c.shard for c in self.candidates() if c.barred is None and c.engine_class == info.engine.engine_class]
+        engine_class = info.engine.engine_class
+        usable = [c for c in self.candidates() if c.barred is None]
+        served = [c.shard for c in usable if is_same_engine(c.engine_class, engine_class)]
         for own in info.shards:
             spans = [Span(s.first, s.last) for s in (own, *served) if _same(s, own)]
             missing = missing_ranges(spans, own.n_layers)

@@ -31,9 +31,7 @@ async def test_a_question_over_three_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_every_part_ends_cleanly_with_an_open_stream(tmp_path: Path, number: signal.Signals) -> None:
     settings = {"drain_s": 0.5}
-    async with scripted_cluster(
-        tmp_path, script={**LONG, "decode_ms": 20}, settings=settings, inline=False
-    ) as cluster:
+    async with scripted_cluster(tmp_path, script={**LONG, "decode_ms": 20}, settings=settings, inline=False) as cluster:
         async with cluster.streamed(max_tokens=4000) as stream:
             await stream.read_tokens(2)
             parts = [cluster.gateway, *cluster.nodes, cluster.tracker]

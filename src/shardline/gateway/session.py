@@ -109,6 +109,7 @@ class RouteSession:
 
     async def open(self) -> None:
         """Open on all Nodes, in parallel. All or nothing: a refusal closes the others and is raised."""
+        self._liveness.watch(self, self._urls)
         for line, ticket in zip(self._lines, self._tickets, strict=True):
             line.task = self._tasks.create_task(self._hold(line, ticket))
         try:
@@ -124,10 +125,6 @@ class RouteSession:
         if self.failure is not None:
             await self.close()
             raise self.failure
-        now = time.monotonic()
-        for line in self._lines:
-            line.heard = now
-        self._liveness.watch(self, self._urls)
 
     async def _hold(self, line: _Line, ticket: str) -> None:
         """Keep the stream of one hop open; its lines arrive in `_heard`, straight from the socket."""

@@ -95,7 +95,7 @@ class NodeApp:
         """Open a session; its response stays open as long as the session does on this Node."""
         request = await read_json(receive, scope, OpenSession, self._settings.control_body_bytes)
         ticket = self._gate.admit(request, ticket_key=self._ticket_key(), shard=self._host.description, now=time.time())
-        stream = await self._host.open(ticket, request)
+        stream = self._host.open(ticket, request)
         key = bytes.fromhex(request.key)
         try:
             headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]

@@ -153,13 +153,13 @@ class ShardHost:
         while not self.sessions.all_freed and time.monotonic() < deadline + 1.0:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
-    async def open(self, ticket: Ticket, request: OpenSession) -> SessionStream:
+    def open(self, ticket: Ticket, request: OpenSession) -> SessionStream:
         """Open a session whose ticket was verified."""
         if self.state == "draining":
             raise ShardlineError("draining", "this Node is stopping")
         if self.state != "ready" or self.description is None:
             raise ShardlineError("engine_lost", f"the Shard is {self.state}: {self.reason or 'not ready yet'}")
-        return await self.sessions.open(ticket, request, self.description)
+        return self.sessions.open(ticket, request, self.description)
 
     def _session_dropped(self, slot: Slot) -> None:
         self.queue_bytes -= sum(q.size for q in slot.queue)

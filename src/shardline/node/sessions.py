@@ -67,23 +67,29 @@ class Sessions:
 
     # ---- opening ---------------------------------------------------------------------------------------------
 
-    async def open(self, ticket: Ticket, request: OpenSession, shard: ShardDescription) -> SessionStream:
-        """Reserve KV and an engine slot for a session whose ticket was verified; nothing is left behind a refusal."""
+    def open(self, ticket: Ticket, request: OpenSession, shard: ShardDescription) -> SessionStream:
+        """Reserve KV for a session whose ticket was verified, and have the engine open a slot; the stream says when
+        it has, or why not. It beats from the start: a slow engine is not a silent Node."""
         slot = self._reserve(ticket, request)
         sampling = request.sampling if shard.is_tail else None
         spec = SlotSpec(prompt_tokens=request.prompt_tokens, max_tokens=request.max_tokens, sampling=sampling)
         slot.running = True  # the engine has it: a close in the meantime waits
+        self._tasks.create_task(self._open_slot(slot, spec))
+        return self._streams[slot.key]
+
+    async def _open_slot(self, slot: Slot, spec: SlotSpec) -> None:
+        refusal: ShardlineError | None = None
         try:
             async with asyncio.timeout(self._settings.open_s):
                 await self._engine.open(slot.number, spec)
-            self.engine_returned(slot)
-            return self._opened(slot)
         except TimeoutError:
-            raise ShardlineError("deadline", "the engine did not open a slot in time", limit="open") from None
-        finally:
-            if slot.running:  # refused, late or cancelled
-                self.close(slot.key)
-                self.engine_returned(slot)
+            refusal = ShardlineError("deadline", "the engine did not open a slot in time", limit="open")
+        except ShardlineError as error:
+            refusal = error
+        if refusal is not None:
+            self.fail(slot, refusal)
+        if self.engine_returned(slot):
+            self._streams[slot.key].emit(Opened(node=self._node_id, kv_reserved=slot.ticket.kv_tokens))
 
     def _reserve(self, ticket: Ticket, request: OpenSession) -> Slot:
         key = bytes.fromhex(request.key)
@@ -102,13 +108,6 @@ class Sessions:
         self._streams[key] = SessionStream(limit=request.max_tokens + _STREAM_SLACK)
         self._gateways.setdefault(ticket.gateway, slot.opened)
         return slot
-
-    def _opened(self, slot: Slot) -> SessionStream:
-        stream = self._streams.get(slot.key)
-        if slot.closed or stream is None:
-            raise ShardlineError("session_gone", "the session was closed while it was opened")
-        stream.emit(Opened(node=self._node_id, kv_reserved=slot.ticket.kv_tokens))
-        return stream
 
     def _take_number(self) -> int:
         if self._free_numbers:

@@ -117,6 +117,9 @@ REFUSED = [
     "ff02::1",
     "255.255.255.255",
     "240.0.0.1",
+    "2002:a9fe:a9fe::1",
+    "::7f00:1",
+    "::a9fe:a9fe",
 ]
 
 
@@ -136,7 +139,7 @@ def test_addresses_that_may_be_called(host: str) -> None:
     check_callable_address(host, loopback_ok=False)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "::ffff:127.0.0.1", "2002:7f00:1::"])
 def test_loopback_is_called_from_loopback_only(host: str) -> None:
     check_callable_address(host, loopback_ok=True)
     with pytest.raises(ShardlineError):

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
 import itertools
-import threading
 import time
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -452,30 +449,6 @@ async def test_timed_out_names_its_limit_and_closes() -> None:
                 await closed.wait()
             closed.clear()
         assert client.connections == 0 and peer.connections == 2
-
-
-@pytest.fixture
-def threaded_peer() -> Iterator[str]:
-    """A peer that goes on while our loop stands still."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            time.sleep(0.1)
-            self.send_response(200)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"ok")
-
-        def log_message(self, *args: object) -> None: ...
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 async def test_a_pause_of_our_own_is_not_held_against_the_peer(threaded_peer: str) -> None:

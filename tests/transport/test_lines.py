@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from loopback import FakeTransport, Wire, answer, client_of, scripted, sockets, until
 
 from shardline.errors import ShardlineError
+from shardline.settings import Settings
 from shardline.transport.connection import Connection
 from shardline.transport.http_client import BeforeResponse, BrokenResponse, HttpClient, LineStream, NotOurPeer, TimedOut
 
@@ -79,7 +81,7 @@ def test_lines_are_the_same_however_they_are_cut(
         connection = Connection("peer", 1 << 15, lambda c: None, lambda c, keep: None, lambda c: None)
         connection.connection_made(FakeTransport())
         on_line = got.append if callbacks else None
-        stream = LineStream(connection, on_line=on_line, on_end=ends.append, idle_s=1.0)
+        stream = LineStream(connection, on_line=on_line, on_end=ends.append, idle_s=1.0, late_s=0.5)
         connection.send(stream, [b"request"])
         for part in _cut(raw, read_cuts):
             if part:
@@ -232,6 +234,17 @@ async def test_silence_has_a_limit_where_one_is_given() -> None:
         with pytest.raises(TimedOut) as caught:
             await anext(stream)
         assert caught.value.limit == "heartbeat"
+
+
+async def test_a_pause_of_our_own_is_no_silence_of_the_peer(threaded_peer: str) -> None:
+    async with (
+        client_of(Settings(late_timer_s=0.05)) as client,
+        opened(client, threaded_peer + "/lines", idle_s=0.3) as stream,
+    ):
+        line = asyncio.get_running_loop().create_task(anext(stream))
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251  (the line comes while we are stopped, past the limit)
+        assert await line == b"alive"
 
 
 async def test_refusals_carry_their_error_object_and_no_line() -> None:

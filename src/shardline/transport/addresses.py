@@ -72,6 +72,8 @@ def parse_address(host: str) -> Address | None:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return address.ipv4_mapped
+        if address.sixtofour is not None:
+            return address.sixtofour
         if address in _NAT64:
             return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return address
@@ -102,7 +104,7 @@ def check_callable_address(host_or_ip: str, *, loopback_ok: bool) -> None:
         raise _refused(host_or_ip, "it is a cloud metadata address")
     if address.is_link_local:
         raise _refused(host_or_ip, "it is a link-local address: it means another machine on each network")
-    if isinstance(address, ipaddress.IPv4Address) and (address.is_reserved or int(address) >> 24 == 0):
+    if address.is_reserved or (isinstance(address, ipaddress.IPv4Address) and int(address) >> 24 == 0):
         raise _refused(host_or_ip, "it is a reserved address")
 
 

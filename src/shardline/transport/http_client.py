@@ -223,7 +223,8 @@ class HttpClient:
         after the context was left. `idle_s` bounds each wait of `async for`. A stream left early is closed.
         """
         origin, pieces = self._compose(method, url, body, content_type, headers, authorize, address)
-        make = partial(LineStream, on_line=on_line, on_end=on_end, idle_s=idle_s)
+        late_s = self._settings.late_timer_s
+        make = partial(LineStream, on_line=on_line, on_end=on_end, idle_s=idle_s, late_s=late_s)
         stream = await self._exchange(origin, pieces, make, timeout_s=timeout_s, limit=limit, retry_once=False)
         try:
             yield stream

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from shardline.errors import ShardlineError
 from shardline.transport.answers import error_of
 from shardline.transport.connection import Connection
+from shardline.transport.deadlines import Deadline
 from shardline.transport.failures import BrokenResponse, TimedOut
 
 LINE_BYTES = 1 << 20
@@ -33,6 +35,7 @@ class LineStream:
         on_line: Callable[[bytes], None] | None,
         on_end: Callable[[Exception | None], None] | None,
         idle_s: float | None,
+        late_s: float,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[LineStream] = loop.create_future()
@@ -44,6 +47,7 @@ class LineStream:
         self._on_line = on_line
         self._on_end = on_end
         self._idle_s = idle_s
+        self._late_s = late_s
         self._tail = bytearray()
         self._lines: deque[bytes] = deque()
         self._buffered = 0
@@ -171,11 +175,19 @@ class LineStream:
             self._waiter.set_result(None)
 
     async def _wait(self, timeout_s: float | None, limit: str) -> None:
-        self._waiter = self._loop.create_future()
+        waiter = self._waiter = self._loop.create_future()
+        deadline = None
+        if timeout_s is not None:
+            late = TimedOut(self._peer, limit, timeout_s)
+            deadline = Deadline(self._loop, self._loop.time() + timeout_s, self._late_s, partial(_fail, waiter, late))
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._waiter
-        except TimeoutError:
-            raise TimedOut(self._peer, limit, timeout_s or 0.0) from None
+            await waiter
         finally:
             self._waiter = None
+            if deadline is not None:
+                deadline.cancel()
+
+
+def _fail(waiter: asyncio.Future[None], failure: Exception) -> None:
+    if not waiter.done():
+        waiter.set_exception(failure)

@@ -1,0 +1,113 @@
+"""`make bench`: hop overhead, tokens/s of 1, 2, 3 Nodes against transformers alone, time to first token.
+
+All systems stand ready side by side and take turns, so that a busy moment of the machine hits all of them; figures are
+medians over the rounds, ratios are of one round each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench import hops
+from bench.alone import Alone
+from bench.figures import median, table
+from bench.running import Running, cluster
+from shardline.cli.cluster import physical_cores
+from shardline.cli.demo_model import demo_model
+
+PROMPT = "A shard is a piece of something larger. Here is what I know about shards, one sentence after the other:"
+LONG = PROMPT + " It may be sharp, and it may be part of a whole." * 60
+
+
+def measure_rates(folder: Path, model: Path, threads: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Decode tokens/s and seconds to the first token of each system, by round."""
+    found: dict[str, list[dict[str, float]]] = {}
+    with ExitStack() as stack:
+        print(f"  starting: transformers alone, and routes of 1, 2, 3 Nodes ({threads} threads each) …", flush=True)
+        alone = Alone(model, threads)
+        stack.callback(alone.close)
+        routes = {n: stack.enter_context(cluster(folder, model, n, "torch", threads)) for n in (1, 2, 3)}
+
+        def measure_alone() -> dict[str, float]:
+            figures = alone.generate(PROMPT, tokens)
+            return {**figures, "long_first_s": alone.generate(LONG, 2)["first_s"]}
+
+        def measure_route(route: Running) -> dict[str, float]:
+            timed = route.generate(PROMPT, tokens)
+            return {
+                "first_s": timed.first_s,
+                "tokens_per_s": timed.tokens_per_s,
+                "long_first_s": route.generate(LONG, 2).first_s,
+            }
+
+        systems = [("transformers alone", measure_alone)]
+        systems += [(f"{n} Node{'s' * (n > 1)}", lambda r=route: measure_route(r)) for n, route in routes.items()]
+        for number in range(rounds + 1):
+            order = systems[number % len(systems) :] + systems[: number % len(systems)]
+            for name, measure in order:
+                figures = measure()
+                if number:  # The first round warms everything up.
+                    found.setdefault(name, []).append(figures)
+            print(f"  round {number} of {rounds}" + ("" if number else " (warm-up)"), flush=True)
+    return found
+
+
+def report_rates(found: dict[str, list[dict[str, float]]]) -> str:
+    base = found["transformers alone"]
+    rows = []
+    for name in ("transformers alone", *(n for n in found if n != "transformers alone")):
+        rounds = found[name]
+        ratios = [r["tokens_per_s"] / b["tokens_per_s"] for r, b in zip(rounds, base, strict=True)]
+        rows.append(
+            (
+                name,
+                f"{median([r['tokens_per_s'] for r in rounds]):.2f}",
+                f"{median(ratios):.3f}",
+                f"{1e3 * median([r['first_s'] for r in rounds]):.0f}",
+                f"{1e3 * median([r['long_first_s'] for r in rounds]):.0f}",
+            )
+        )
+    return table(("system", "tokens/s", "of alone", "first token ms", "long prompt ms"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64, help="decoded in each generation")
+    parser.add_argument("--steps", type=int, default=1000, help="decode steps of each hop measurement")
+    parser.add_argument("--threads", type=int, default=physical_cores())
+    parser.add_argument("--model", type=Path, help="GGUF file [default: the model of the demo]")
+    parser.add_argument("--only", choices=("hops", "rates"))
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    given = parser.parse_args()
+    figures: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "load": os.getloadavg()}
+    print(f"Machine: {figures['machine']}, load average {figures['load'][0]:.1f} at the start")
+    with tempfile.TemporaryDirectory(prefix="shardline-bench-") as name:
+        folder = Path(name)
+        if given.only != "rates":
+            print(
+                f"\nHop overhead: scripted engine, 2 Nodes on loopback, {given.rounds} x {given.steps} steps",
+                flush=True,
+            )
+            hop = figures["hops"] = hops.measure(folder, given.steps, given.rounds)
+            print(f"  hop, from a result to the next engine's start: p50 {hop['hop_p50_us']:.0f} us,", end=" ")
+            print(f"p99 {hop['hop_p99_us']:.0f} us ({hop['hops']:.0f} hops)")
+            print(f"  whole step at the client: p50 {hop['step_p50_us']:.0f} us, p99 {hop['step_p99_us']:.0f} us")
+        if given.only != "hops":
+            model = given.model or demo_model()
+            print(f"\nTokens/s: {model.name}, {given.rounds} rounds of {given.tokens} tokens", flush=True)
+            figures["rates"] = measure_rates(folder, model, given.threads, given.tokens, given.rounds)
+            print(report_rates(figures["rates"]))
+    if given.json is not None:
+        given.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

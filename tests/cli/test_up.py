@@ -1,0 +1,257 @@
+"""`up`, `serve` and `demo` as a person runs them: real processes, the scripted engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardline.cli.client import Endpoint
+from shardline.cli.config import RUNNING_FILE
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Terminal:
+    """`shardline` commands with a state folder of their own, and the one that runs in front."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state = folder / "state" / "shardline"
+        self.environ = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder)}
+        self.front: subprocess.Popen[str] | None = None
+        self.script = folder / "script.json"
+        self.write()
+
+    def write(self, **more: object) -> None:
+        script = {"model": "scripted", "n_layers": 6, "answer": [" alpha", " beta", " gamma"], "decode_ms": 1, **more}
+        self.script.write_text(json.dumps(script))
+
+    def run(self, *arguments: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "shardline", *arguments],
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+        )
+
+    def start(self, *arguments: str, until: str = "Ctrl-C ends") -> subprocess.Popen[str]:
+        with (self.folder / "out").open("w") as out, (self.folder / "err").open("w") as err:
+            self.front = subprocess.Popen(
+                [sys.executable, "-m", "shardline", *arguments],
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+            )
+        process = self.front
+        self.wait_for(lambda: until in self.out or process.poll() is not None)
+        assert process.poll() is None, self.out + self.err
+        return process
+
+    def up(self, *arguments: str) -> subprocess.Popen[str]:
+        return self.start("up", str(self.script), "--engine", "scripted", "--port", "0", *arguments)
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    @property
+    def gateway(self) -> Endpoint:
+        return Endpoint("Gateway", json.loads((self.state / RUNNING_FILE).read_text())["gateway"], "")
+
+    def parts(self) -> list[psutil.Process]:
+        assert self.front is not None
+        return psutil.Process(self.front.pid).children(recursive=True)
+
+    def wait_for(self, condition: Callable[[], bool], within_s: float = 30) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not in time\n{self.out}\n{self.err}"
+            time.sleep(0.02)
+
+    def end(self, number: signal.Signals = signal.SIGINT, within_s: float = 12) -> int:
+        """Signal the command in front; its exit code. Everything that it started must be gone."""
+        assert self.front is not None
+        parts = self.parts()
+        assert parts
+        self.front.send_signal(number)
+        code = self.front.wait(within_s)
+        self.wait_for(lambda: not any(is_running(part) for part in parts), within_s)
+        return code
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    opened = Terminal(tmp_path)
+    yield opened
+    if opened.front is not None and opened.front.poll() is None:
+        opened.front.kill()
+        opened.front.wait()
+
+
+def test_a_cluster_starts_answers_and_ends(terminal: Terminal) -> None:
+    terminal.up("--nodes", "3")
+    for words in ("node-1   0:2", "node-3   4:6", "ready after", "curl -N http://127.0.0.1:"):
+        assert words in terminal.out
+    # Every command finds the cluster without a flag.
+    nodes = json.loads(terminal.run("nodes", "--json").stdout)["nodes"]
+    assert sorted((s["first"], s["last"], s["state"]) for n in nodes for s in n["shards"]) == [
+        *((0, 2, "ready"), (2, 4, "ready"), (4, 6, "ready"))
+    ]
+    asked = terminal.run("chat", "-m", "hi")
+    assert asked.stdout == " alpha beta gamma\n"
+    assert re.search(r"route .*0:2 → .*2:4 → .*4:6", asked.stderr) and "completed" in asked.stderr
+    assert "completed" in terminal.run("sessions").stdout
+    assert "the least cost" in terminal.run("routes", "explain", "scripted").stdout
+    # The line that was printed works as it was printed.
+    (curl,) = re.findall(r"^  (curl .*)$", terminal.out, re.MULTILINE)
+    assert "gamma" in subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=20).stdout
+    assert terminal.end() == 0
+    assert "Ended; nothing is left running." in terminal.out
+    assert not (terminal.state / RUNNING_FILE).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_within_seconds_with_a_stream_open(terminal: Terminal, number: signal.Signals) -> None:
+    terminal.write(eos=False, decode_ms=20)
+    terminal.up()
+    events = terminal.gateway.stream(
+        "/v1/completions", {"model": "scripted", "prompt": "x", "max_tokens": 4000, "stream": True}
+    )
+    next(events)
+    assert terminal.end(number) == 0
+    with pytest.raises(Exception, match=r"stopped by its operator"):
+        list(events)
+
+
+def test_nothing_is_left_when_it_is_killed(terminal: Terminal) -> None:
+    terminal.up()
+    assert terminal.end(signal.SIGKILL) == -9
+
+
+def test_a_dead_node_is_reported_and_can_be_started_again(terminal: Terminal) -> None:
+    terminal.up("--nodes", "2")
+    nodes = json.loads(terminal.run("nodes", "--json").stdout)["nodes"]
+    (pid,) = [n["pid"] for n in nodes if n["shards"][0]["first"] == 3]
+    os.kill(pid, signal.SIGKILL)
+    terminal.wait_for(lambda: "start this part again" in terminal.err)
+    assert "node-2 was killed by SIGKILL" in terminal.err
+    refused = terminal.run("chat", "-m", "hi")
+    assert refused.returncode == 1
+    (again,) = re.findall(r"^  shardline (.*)$", terminal.err, re.MULTILINE)
+    replacement = subprocess.Popen([sys.executable, "-m", "shardline", *again.split()], env=terminal.environ)
+    try:
+        terminal.wait_for(lambda: terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n")
+    finally:
+        replacement.terminate()
+        assert replacement.wait(10) == 0
+    assert terminal.end() == 0
+
+
+def test_the_end_of_the_gateway_is_the_end_of_the_cluster(terminal: Terminal) -> None:
+    process = terminal.up()
+    parts = terminal.parts()
+    (gateway,) = [p for p in parts if "gateway" in p.cmdline()]
+    gateway.kill()
+    assert process.wait(15) == 1
+    assert "gateway was killed by SIGKILL" in terminal.err and "What to do" in terminal.err
+    terminal.wait_for(lambda: not any(is_running(part) for part in parts))
+
+
+def test_a_taken_port_is_said_and_nothing_stays(terminal: Terminal) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = terminal.run("up", str(terminal.script), "--engine", "scripted", "--port", port)
+    assert done.returncode == 1
+    assert f"gateway: port {port} on 127.0.0.1 is taken" in done.stderr and "choose another port" in done.stderr
+
+
+def test_a_shard_that_does_not_load_is_said(terminal: Terminal) -> None:
+    terminal.write(faults=[{"kind": "oom", "phase": "load", "layer": 5}])
+    done = terminal.run("up", str(terminal.script), "--engine", "scripted", "--port", "0")
+    assert done.returncode == 1
+    assert "node-2" in done.stderr and "What to do" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--nodes", "7"), "7 Nodes cannot share 6 layers"),
+        (("--layers", "0:2,3:6"), "no Node has the layers 2:3"),
+        (("--layers", "0:2,2:9"), "reaches past the 6 layers"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused_before_anything_starts(
+    terminal: Terminal, arguments: tuple[str, ...], words: str
+) -> None:
+    done = terminal.run("up", str(terminal.script), "--engine", "scripted", "--port", "0", *arguments)
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+def test_serve_and_nodes_that_join_it(terminal: Terminal) -> None:
+    terminal.start("serve", "--port", "0", "--tracker-port", "0", until="Add Nodes")
+    node = subprocess.Popen(
+        [sys.executable, "-m", "shardline", "node", "--model", str(terminal.script), "--engine", "scripted"],
+        env=terminal.environ,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        terminal.wait_for(lambda: terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n")
+        listed = json.loads(terminal.run("nodes", "--json").stdout)["nodes"]
+        assert [(s["first"], s["last"]) for n in listed for s in n["shards"]] == [(0, 6)]
+    finally:
+        node.terminate()
+        said, _ = node.communicate(timeout=10)
+    assert node.returncode == 0
+    assert [line.partition(" on ")[0] for line in said.splitlines()][:1] == ["node: listening"]
+    assert terminal.end() == 0
+
+
+def test_the_demo_asks_and_ends(terminal: Terminal) -> None:
+    done = terminal.run(
+        *("demo", "--once", "--model", str(terminal.script), "--engine", "scripted", "--port", "0"),
+        *("--question", 'What\'s a "shard"?'),
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'Asking scripted: What\'s a "shard"?' in done.stdout
+    assert " alpha beta gamma\n" in done.stdout
+    assert "tokens/s" in done.stderr and "prefill" in done.stderr
+    assert "curl -N" in done.stdout and "nothing is left running" in done.stdout
+
+
+@pytest.mark.smollm2
+@pytest.mark.torch
+def test_the_demo_with_the_real_model(terminal: Terminal) -> None:
+    done = terminal.run("demo", "--once", "--port", "0", "--nodes", "2", timeout=80)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"route .*0:15 → .*15:30", done.stderr)
+    assert len(done.stdout.partition("Asking")[2].splitlines()) > 4

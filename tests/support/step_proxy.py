@@ -91,10 +91,12 @@ class StepProxy:
                 up_writer.write(head + body)
                 await up_writer.drain()
                 if head.startswith(b"POST /v1/sessions "):
+                    # From here on a plain pipe: the stream, and whatever the connection is used for after it.
                     relay = asyncio.create_task(_copy(up_reader, writer))
                     self.tasks.add(relay)
-                    while await reader.read(65536):
-                        pass
+                    while data := await reader.read(65536):
+                        up_writer.write(data)
+                        await up_writer.drain()
                     return
                 writer.write(await _answer(up_reader))
                 await writer.drain()

@@ -58,6 +58,8 @@ class _Line:
 
     hop: Hop
     heard: float
+    position: int = 0
+    """How far its engine has come."""
     opened: bool = False
     ended: bool = False
     """No more lines will come: closed, failed or broken."""
@@ -104,6 +106,8 @@ class RouteSession:
         self._changed = asyncio.Event()
         self._pending_verdict = False
         self._closing = False
+        self._moved = now
+        """When any hop last got further."""
 
     # ---- opening ---------------------------------------------------------------------------------------------
 
@@ -189,13 +193,18 @@ class RouteSession:
             self._record.hop_times(index, event.times)
             self._record.hop_health(index, "ok")
             self._record.seam(index, event.prefill, event.decode)
+            if event.position > line.position:
+                line.position = event.position
+                self._moved = line.heard
             if is_tail:
                 self._record.prefilled(event.position)
         elif isinstance(event, Progress):
+            self._moved = line.heard
             self._record.hop_times(index, event.times)
             self._record.prefilled(event.position)
         elif isinstance(event, Opened):
             line.opened = True
+            self._moved = line.heard
         elif isinstance(event, Finished):
             if is_tail and self.failure is None:
                 self.finished = event
@@ -212,6 +221,7 @@ class RouteSession:
             message = f"Node {line.hop.node} sent token id {token.id}, the vocabulary has {self.route.vocab_size}"
             self._fail(ShardlineError("seam_invalid", message, node=line.hop.node))
             return
+        self._moved = line.heard
         self._record.hop_times(line.hop.index, token.times)
         self._tokens.append(token)
 
@@ -252,6 +262,15 @@ class RouteSession:
                 return
             if silent_s > 2.5 * self._settings.beat_interval_s:
                 self._record.hop_health(line.hop.index, "silent")
+        self._judge_progress(now)
+
+    def _judge_progress(self, now: float) -> None:
+        """All Nodes beat, but nothing moves: a step has been lost without anybody's knowing."""
+        prefill = self._record.phase == "prefill"
+        limit_s = self._settings.prefill_chunk_s if prefill else self._settings.step_s
+        if now - self._moved > limit_s and self.finished is None:
+            limit = "prefill_chunk" if prefill else "step"
+            self._fail(ShardlineError("deadline", f"no step was computed for {limit_s:g} s", limit=limit))
 
     def _fail(self, error: ShardlineError) -> None:
         """The first verdict stands."""

@@ -150,6 +150,10 @@ class Outbox:
 
     def _as_seam_failure(self, error: Exception, peer: TicketPeer) -> ShardlineError:
         details = {"from": self._node_id, "to": peer.node}
+        if isinstance(error, ShardlineError) and error.fault.status < 500:
+            # It was heard, and refused as a whole: the link is well, what crosses it is not.
+            message = f"{peer.node} refused a step document of {self._node_id}: {error.message}"
+            return ShardlineError("seam_invalid", message, reject=error.code, **details)
         if isinstance(error, TimedOut):
             details["limit"] = error.limit
         return ShardlineError("seam_lost", f"{peer.node} did not take a step: {error}", **details)

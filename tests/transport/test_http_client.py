@@ -125,7 +125,7 @@ RESPONSES = [
 
 def fresh_connection(told: Told) -> tuple[Connection, FakeTransport, list[bool]]:
     kept: list[bool] = []
-    connection = Connection("peer", 32 << 10, lambda c: None, lambda c, keep: kept.append(keep), lambda c: None)
+    connection = Connection("peer", 32 << 10, lambda c, keep: kept.append(keep), lambda c: None)
     transport = FakeTransport()
     connection.connection_made(transport)
     connection.send(told, [b"request"])
@@ -501,6 +501,24 @@ async def test_cancelling_at_any_moment_never_mixes_answers() -> None:
             assert (await once(client, peer.url, body=b"%d" % turns)).body == b"%d" % turns
         # Whatever is still open is idle and whole.
         assert client.connections == 1
+
+
+async def test_cancelling_while_connecting_leaves_nothing_behind() -> None:
+    before = sockets()
+    async with scripted(echo) as peer, client_of() as client:
+        for turns in range(12):
+            tasks = [asyncio.get_running_loop().create_task(once(client, peer.url)) for _ in range(20)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await until(lambda: client.connections <= 20)
+        # Whatever is counted is open: it can be used, or closed.
+        async with asyncio.TaskGroup() as group:
+            for _ in range(client.connections + 1):
+                group.create_task(once(client, peer.url))
+    await until(lambda: sockets() == before)
 
 
 async def test_closing_the_client_ends_everything_and_leaves_no_socket() -> None:

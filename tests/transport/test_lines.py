@@ -78,7 +78,7 @@ def test_lines_are_the_same_however_they_are_cut(
     async def main() -> list[bytes]:
         got: list[bytes] = []
         ends: list[Exception | None] = []
-        connection = Connection("peer", 1 << 15, lambda c: None, lambda c, keep: None, lambda c: None)
+        connection = Connection("peer", 1 << 15, lambda c, keep: None, lambda c: None)
         connection.connection_made(FakeTransport())
         on_line = got.append if callbacks else None
         stream = LineStream(connection, on_line=on_line, on_end=ends.append, idle_s=1.0, late_s=0.5)

@@ -48,13 +48,13 @@ class Connection(asyncio.Protocol):
         "_headed",
         "_headers",
         "_keep",
-        "_made",
         "_parser",
         "_paused",
         "_sink",
         "_started",
         "_status",
         "_transport",
+        "lost",
         "peer",
         "served",
     )
@@ -63,15 +63,15 @@ class Connection(asyncio.Protocol):
         self,
         peer: str,
         head_limit: int,
-        made: Callable[[Connection], None],
         done: Callable[[Connection, bool], None],
         gone: Callable[[Connection], None],
     ) -> None:
         self.peer = peer
         self.served = 0
         """Responses that were read from this connection to their end."""
+        self.lost = False
+        """The connection is closed, and everybody has been told."""
         self._head_limit = head_limit
-        self._made = made
         self._done = done
         self._gone = gone
         self._parser = httptools.HttpResponseParser(self)
@@ -136,7 +136,6 @@ class Connection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._made(self)
 
     def data_received(self, data: bytes) -> None:
         if self._sink is None:
@@ -158,6 +157,7 @@ class Connection(asyncio.Protocol):
                 self.fail(BrokenResponse(self.peer, f"response head is longer than {self._head_limit} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
         self._gone(self)
         sink, self._sink = self._sink, None
         if sink is None:

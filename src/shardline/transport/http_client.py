@@ -346,14 +346,14 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         seconds = max(0.0, min(self._settings.connect_s, due - loop.time()))
         host, port = origin.dial
-        made, done, gone = (partial(rule, origin) for rule in (self._made, self._done, self._gone))
+        done, gone = partial(self._done, origin), partial(self._gone, origin)
         if self._closed:
             raise ConnectFailed(origin.peer, "the client is closed")
         origin.open += 1
         try:
             async with asyncio.timeout(seconds):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(origin.peer, self._settings.header_bytes, made, done, gone),
+                    lambda: Connection(origin.peer, self._settings.header_bytes, done, gone),
                     host,
                     port,
                     ssl=origin.tls,
@@ -365,14 +365,16 @@ class HttpClient:
             raise ConnectFailed(origin.peer, f"no connection ({error})") from None
         finally:
             origin.open -= 1
+        # Counted here and not when the socket is made: a loop need not tell the end of a connection whose making was
+        # cancelled.
+        if connection.lost:
+            raise ConnectFailed(origin.peer, "the connection was closed as soon as it was open")
         if self._closed:
             connection.abort()
             raise ConnectFailed(origin.peer, "the client is closed")
-        return connection
-
-    def _made(self, origin: _Origin, connection: Connection) -> None:
         origin.open += 1
         self._open.add(connection)
+        return connection
 
     def _done(self, origin: _Origin, connection: Connection, keep: bool) -> None:
         if not keep or self._closed or origin.retired:
@@ -384,9 +386,11 @@ class HttpClient:
             self._sweep = loop.call_later(self._settings.client_idle_s, self._drop_idle)
 
     def _gone(self, origin: _Origin, connection: Connection) -> None:
+        if connection not in self._open:
+            return
+        self._open.remove(connection)
         origin.open -= 1
         origin.idle.pop(connection, None)
-        self._open.discard(connection)
         if self._all_gone is not None and not self._open:
             self._all_gone.set()
 

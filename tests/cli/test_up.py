@@ -163,7 +163,7 @@ def test_a_dead_node_is_reported_and_can_be_started_again(terminal: Terminal) ->
     assert "node-2 was killed by SIGKILL" in terminal.err
     refused = terminal.run("chat", "-m", "hi")
     assert refused.returncode == 1
-    (again,) = re.findall(r"^  shardline (.*)$", terminal.err, re.MULTILINE)
+    (again,) = re.findall(r"^  \S*shardline (.*)$", terminal.err, re.MULTILINE)
     replacement = subprocess.Popen([sys.executable, "-m", "shardline", *again.split()], env=terminal.environ)
     try:
         terminal.wait_for(lambda: terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n")
@@ -245,7 +245,7 @@ def test_the_demo_asks_and_ends(terminal: Terminal) -> None:
     assert 'Asking scripted: What\'s a "shard"?' in done.stdout
     assert " alpha beta gamma\n" in done.stdout
     assert "tokens/s" in done.stderr and "prefill" in done.stderr
-    assert "curl -N" in done.stdout and "nothing is left running" in done.stdout
+    assert "nothing is left running" in done.stdout
 
 
 @pytest.mark.smollm2

@@ -5,7 +5,9 @@ Owns which parts there are and in which order; supervisor.py owns the processes.
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 GATEWAY_WAVE, NODE_WAVE, TRACKER_WAVE = 0, 1, 2
 """The Gateway ends first, so that clients hear of it; the Tracker last, so that Nodes can take their leave."""
 START_S = 30.0
+ANSWER = {"max_tokens": 120, "temperature": 0}
 QUESTION = "What is a shard, in one sentence?"
 
 
@@ -104,7 +107,7 @@ class Cluster:
             dead.append(child)
             if child is self._gateway or (self._nodes and all(n in dead for n in self._nodes)):
                 raise death(child)
-            again = shlex.join(("shardline", *child.part.arguments))
+            again = shlex.join((command_name(), *child.part.arguments))
             self._say(f"\n{death(child).message}\nThe rest goes on. To start this part again:\n  {again}")
 
 
@@ -161,7 +164,7 @@ def serve(invocation: Invocation, /, **flags: Any) -> None:
 
     def ready(cluster: Cluster) -> None:
         click.echo(f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}")
-        click.echo(f"Add Nodes: shardline node --tracker {cluster.tracker_url} --model PATH\nCtrl-C ends both.")
+        click.echo(f"Add Nodes: {command_name()} node --tracker {cluster.tracker_url} --model PATH\nCtrl-C ends both.")
 
     run_cluster(invocation, Plan(**flags), ready)
 
@@ -196,9 +199,12 @@ def demo(
     def ask(cluster: Cluster) -> None:
         name = first_model_of(cluster)
         click.echo(f"\nAsking {name}: {question}\n")
-        conversation = Conversation(Endpoint("Gateway", cluster.gateway_url, ""), name, None, {"max_tokens": 120})
+        conversation = Conversation(Endpoint("Gateway", cluster.gateway_url, ""), name, None, ANSWER)
         answer(conversation, question)
-        print_usage(cluster, name, stays=not once)
+        if once:
+            click.echo("\nAsked once, as told; without it the cluster goes on serving.")
+        else:
+            print_usage(cluster, name)
 
     run_cluster(invocation, plan, ask, once=once)
 
@@ -287,13 +293,21 @@ def first_model_of(cluster: Cluster) -> str:
             time.sleep(0.1)
 
 
-def print_usage(cluster: Cluster, model: str, *, stays: bool = True) -> None:
+def command_name() -> str:
+    """`shardline` as it can be typed here: by name where PATH leads to this installation, else by its path."""
+    found = shutil.which("shardline")
+    own = Path(sys.executable).parent / "shardline"
+    if found is not None and Path(found).absolute() == own:
+        return "shardline"
+    return os.path.relpath(own) if own.exists() else f"{sys.executable} -m shardline"
+
+
+def print_usage(cluster: Cluster, model: str) -> None:
     """What one can do now, as lines that work when they are copied."""
+    name = command_name()
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
     click.echo(
         f"\nThe OpenAI API is at {cluster.gateway_url}/v1\n"
         f"  curl -N {cluster.gateway_url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
-        "  shardline chat · shardline nodes · shardline sessions"
+        f"In another terminal: {name} chat, {name} nodes, {name} sessions\nCtrl-C ends everything."
     )
-    if stays:
-        click.echo("Ctrl-C ends everything.")

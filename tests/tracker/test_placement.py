@@ -72,6 +72,10 @@ def answer(request_: PlacementRequest, *holdings: Holding) -> tuple[int, int]:
         (65, [(0, 6), (6, 12), (6, 12)], (0, 6)),
         # Too small for any whole piece: begin one where the others begin.
         (25, [(0, 6), (6, 12)], (0, 2)),
+        # Room for more, but then no route could use it.
+        (85, [(0, 6), (6, 12)], (0, 6)),
+        # What somebody began is continued, although layers elsewhere are thinner.
+        (25, [(0, 6), (0, 6), (6, 12), (0, 2)], (2, 4)),
     ],
 )
 def test_table(memory: int, held: list[tuple[int, int]], expected: tuple[int, int]) -> None:

@@ -191,6 +191,20 @@ def test_the_return_edge_decides_between_equal_ways_out() -> None:
     assert best.cost.return_ms == 2.0
 
 
+def test_equal_routes_with_different_heads_are_decided_by_id_whichever_looked_better_at_first() -> None:
+    group = [candidate("z", 0, 15, decode_ms=1.0), candidate("a", 0, 15, decode_ms=4.0), candidate("t", 15, 30)]
+    links = links_of(
+        {
+            ("z", "t"): Link(rtt_ms=0.0),
+            ("a", "t"): Link(rtt_ms=0.0),
+            ("t", "a"): Link(rtt_ms=0.0),
+            # Only this makes z as dear as a, and the search learns it last.
+            ("t", "z"): Link(rtt_ms=6.0),
+        }
+    )
+    assert nodes_of(RouteGraph(group, links, Query())) == ["a", "t"]
+
+
 def test_each_part_of_the_cost() -> None:
     group = [
         candidate("a", 0, 10, decode_ms=4.0, sessions=1, kv_reserved=5000),

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import structlog
 
 from shardline.settings import PROTOCOL, Settings
 from shardline.transport import answers
@@ -50,7 +51,9 @@ T = TypeVar("T")
 _FIELD = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\t -~\x80-\xff]*")
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
-_CLOSE_S = 1.0
+_CLOSE_S = 2.0
+
+log = structlog.get_logger(__name__)
 
 
 class _Answer(Sink, Protocol):
@@ -241,8 +244,11 @@ class HttpClient:
             connection.fail(BrokenResponse(connection.peer, "the client was closed"))
         if self._open:
             self._all_gone = asyncio.Event()
-            async with asyncio.timeout(_CLOSE_S):
-                await self._all_gone.wait()
+            try:
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._all_gone.wait()
+            except TimeoutError:
+                log.warning("connections_left", connections=len(self._open))
 
     @property
     def connections(self) -> int:

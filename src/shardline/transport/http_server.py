@@ -51,7 +51,7 @@ __all__ = [
 
 Drain = Callable[[], Awaitable[None]]
 BACKLOG = 1024
-_CLOSE_S = 1.0
+_CLOSE_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 log = structlog.get_logger(__name__)
@@ -246,8 +246,11 @@ class HttpServer:
             connection.transport.abort()
         if self._state.connections:
             self._limits.empty.clear()
-            async with asyncio.timeout(_CLOSE_S):
-                await self._limits.empty.wait()
+            try:
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._limits.empty.wait()
+            except TimeoutError:
+                log.warning("connections_left", connections=len(self._state.connections))
         for task in list(self._state.tasks):
             task.cancel()
         if self._state.tasks:

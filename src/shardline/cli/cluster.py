@@ -1,6 +1,6 @@
 """The commands that run a whole cluster on this machine, a process for each part: `up`, `serve`, `demo`.
 
-Owns which parts there are and in which order; supervisor.py owns the processes. Shown by tests/cli/test_cluster.py.
+Owns which parts there are and in which order; supervisor.py owns the processes. Shown by tests/cli/test_up.py.
 """
 
 from __future__ import annotations

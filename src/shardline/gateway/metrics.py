@@ -6,6 +6,8 @@ session ends. Shown by tests/gateway/test_gateway_run.py.
 
 from __future__ import annotations
 
+import asyncio
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -32,6 +34,8 @@ class GatewayMetrics:
             registry=self._registry,
         )
 
+        self._tasks = Gauge("shardline_gateway_tasks", "Tasks on the event loop", registry=self._registry)
+
     def ended(self, *, status: str, code: str | None, tokens: int, prompt_tokens: int, ttft_ms: float | None) -> None:
         self._ended.labels(status=status, code=code or "").inc()
         self._tokens.inc(tokens)
@@ -41,4 +45,5 @@ class GatewayMetrics:
 
     def text(self, running: int) -> bytes:
         self._running.set(running)
+        self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self._registry)

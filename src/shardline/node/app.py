@@ -192,6 +192,7 @@ class NodeMetrics:
         self._rss = gauge("shardline_node_resident_bytes", "Resident memory of the Node and its engine worker")
         self._alive = gauge("shardline_node_engine_alive", "1 while the engine worker lives")
         self._restarts = gauge("shardline_node_engine_restarts", "Restarts of the engine worker")
+        self._tasks = gauge("shardline_node_tasks", "Tasks on the event loop")
 
     def text(self) -> bytes:
         info = self._info()
@@ -203,6 +204,7 @@ class NodeMetrics:
         self._rss.set(info.rss_bytes)
         self._alive.set(int(info.health.alive))
         self._restarts.set(info.health.restarts)
+        self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self._registry)
 
 

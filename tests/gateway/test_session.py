@@ -213,3 +213,25 @@ async def test_a_silent_gateway_loses_its_sessions(tmp_path: Path) -> None:
         assert caught.value.code == "gateway_lost"
         await cluster.until_free()
         assert generation.telemetry().phase in ENDED
+
+
+async def test_an_engine_that_does_not_come_back_is_given_up(tmp_path: Path) -> None:
+    """Bounded restarts: the Shard is shown as failed with the reason, and no route leads over it."""
+    script = {**LONG, "faults": [{"kind": "exit", "phase": "decode", "node": 2, "step": 1, "flag": "die"}]}
+    settings = msgspec.structs.replace(QUICK, worker_backoff_s=0.02, worker_restarts=2, tracker_heartbeat_s=0.1)
+    async with local_cluster(tmp_path, script=script, settings=settings) as cluster:
+        (tmp_path / "die").touch()
+        generation = cluster.start(prompt=4, max_tokens=30)
+        await generation.wait_open()
+        cluster.script.write_text("{")  # what it would load again is broken now
+        with pytest.raises(ShardlineError) as caught:
+            await read(generation)
+        assert caught.value.code == "engine_lost"
+        async with asyncio.timeout(10):
+            while (info := (await cluster.info(1))).shards[0].state != "failed":
+                await asyncio.sleep(0.02)
+        assert info.shards[0].reason
+        assert not info.health.alive
+        with pytest.raises(ShardlineError) as caught:
+            await cluster.start().wait_open()
+        assert caught.value.code == "model_unavailable"

@@ -141,7 +141,8 @@ class ShardHost:
             slot.running = False
         self._running = []
         self.sessions.fail_all(error)
-        self._set_state("loading", error.message)
+        # The engine says so a second time when it gives up starting again.
+        self._set_state("failed" if self.state in ("loading", "failed") else "loading", error.message)
 
     async def drain(self) -> None:
         """Stop taking sessions, wait for the running ones up to `drain_s`, then fail what is left."""

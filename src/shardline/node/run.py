@@ -174,6 +174,7 @@ class _Node:
             ticket_key=lambda: presence.ticket_key,
         )
         host.on_change = lambda: self._state_changed(host, presence)
+        self._engine.on_progress = lambda done, total: options.announce("loading", done=done, total=total)
         server = HttpServer(node_app(app, options.credential), sock=sock, settings=settings, lifespan="off")
         await server.start()
         options.announce("listening", url=identity.url, node=identity.node_id, model=self._facts.name)
@@ -195,9 +196,7 @@ class _Node:
     def _state_changed(self, host: ShardHost, presence: Presence) -> None:
         presence.changed()
         log.info("shard_state", state=host.state, reason=host.reason)
-        if host.state == "loading":
-            self._options.announce("loading", done=0, total=self._planned.last - self._planned.first)
-        elif host.state == "testing":
+        if host.state == "testing":
             self._options.announce("testing")
 
     async def _announce_ready(self, host: ShardHost, presence: Presence) -> None:

@@ -8,11 +8,12 @@ cancelled. It writes nothing to a client. Shown by tests/gateway/test_choices.py
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+
+import structlog
 
 from shardline.errors import ShardlineError
 from shardline.gateway.detokenize import EMPTY, Delta, TextStream
@@ -20,7 +21,7 @@ from shardline.gateway.generate_api import FinishedEvent, FinishReason, Generati
 from shardline.wire.messages import Token
 from shardline.wire.telemetry import TelemetryEvent
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,4 +186,4 @@ async def _cancel(choices: Sequence[Choice], reason: str, limit_s: float) -> Non
             for choice in left:
                 tasks.create_task(choice.generation.cancel(reason))
     except TimeoutError:
-        log.warning("generations_still_closing: %s", [choice.generation.id for choice in left])
+        log.warning("generations_still_closing", sessions=[choice.generation.id for choice in left], limit_s=limit_s)

@@ -56,7 +56,8 @@ class Generation(Protocol):
     """One running choice. Its owner reads it to the end, or calls `stop` or `cancel`: nothing else frees the KV.
 
     Reading may begin before the route is open (telemetry of the queue comes then), beside `wait_open`. A failure is
-    raised as `ShardlineError` from both. After `stop` or `cancel` the iterator ends without a `FinishedEvent`.
+    raised as `ShardlineError` from both. After `stop` or `cancel` the iterator ends without a `FinishedEvent`; a
+    session that its owner cancelled through the records raises `cancelled`.
     Events wait unread in a bounded place: at most `max_tokens` tokens and the latest telemetry.
     """
 

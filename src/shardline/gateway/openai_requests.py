@@ -111,11 +111,37 @@ class _ChatBody(_Body):
     top_logprobs: int | None = None
     response_format: msgspec.Raw = msgspec.Raw()
     modalities: list[str] | None = None
+    # OpenAI's, and not supported: here to take their null, and values that ask for nothing (`_NOTHING_ASKED`).
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: msgspec.Raw = msgspec.Raw()
     parallel_tool_calls: msgspec.Raw = msgspec.Raw()
     functions: msgspec.Raw = msgspec.Raw()
     function_call: msgspec.Raw = msgspec.Raw()
+    audio: msgspec.Raw = msgspec.Raw()
+    moderation: msgspec.Raw = msgspec.Raw()
+    prediction: msgspec.Raw = msgspec.Raw()
+    prompt_cache_options: msgspec.Raw = msgspec.Raw()
+    prompt_cache_retention: msgspec.Raw = msgspec.Raw()
+    reasoning_effort: msgspec.Raw = msgspec.Raw()
+    verbosity: msgspec.Raw = msgspec.Raw()
+    web_search_options: msgspec.Raw = msgspec.Raw()
+
+
+_NOTHING_ASKED = {
+    "tools": "[]",
+    "functions": "[]",
+    "tool_choice": '"none"',
+    "function_call": '"none"',
+    "parallel_tool_calls": "null",
+    "audio": "null",
+    "moderation": "null",
+    "prediction": "null",
+    "prompt_cache_options": "null",
+    "prompt_cache_retention": "null",
+    "reasoning_effort": "null",
+    "verbosity": "null",
+    "web_search_options": "null",
+}
 
 
 class _TextBody(_Body):
@@ -170,14 +196,13 @@ class TextRequest:
 def chat_request(body: bytes) -> ChatRequest:
     """The body of `POST /v1/chat/completions`; raises what docs/api.md says."""
     sent = decode_body(body, _ChatBody)
-    _refuse_unless(sent.tools, "tools", "[]")
-    _refuse_unless(sent.functions, "functions", "[]")
-    _refuse_unless(sent.tool_choice, "tool_choice", '"none"')
-    _refuse_unless(sent.function_call, "function_call", '"none"')
-    _refuse_unless(sent.parallel_tool_calls, "parallel_tool_calls")
+    for name, nothing in _NOTHING_ASKED.items():
+        value = b"".join(bytes(getattr(sent, name)).split())
+        if value not in (b"", b"null", nothing.encode()):
+            unsupported(name, f"'{name}' is not supported")
     _check_response_format(sent.response_format)
     if sent.modalities not in (None, ["text"]):
-        unsupported("modalities", "only text is made here")
+        unsupported("modalities", "'modalities' may be text only")
     if sent.top_logprobs is not None:
         _Range(0, CHAT_LOGPROBS).check("top_logprobs", sent.top_logprobs)
         if sent.logprobs is not True:
@@ -340,13 +365,6 @@ def _check_inert(sent: _Body) -> None:
     metadata = bytes(sent.metadata).lstrip()
     if metadata and metadata != b"null" and not metadata.startswith(b"{"):
         refuse("metadata", "'metadata' must be an object")
-
-
-def _refuse_unless(sent: msgspec.Raw, name: str, *allowed: str) -> None:
-    """Pass what is as if the field was absent: nothing, null, and the values that ask for nothing."""
-    text = b"".join(bytes(sent).split())
-    if text not in (b"", b"null", *(value.encode() for value in allowed)):
-        unsupported(name, f"'{name}' is not supported yet")
 
 
 class _ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):

@@ -8,10 +8,10 @@ Shown by tests/gateway/test_app_streams.py.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
 from starlette.types import Send
 
 from shardline.errors import ShardlineError
@@ -24,9 +24,11 @@ from shardline.settings import Settings
 from shardline.transport.bodies import send_json
 from shardline.wire.telemetry import TelemetryEvent
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 SESSION_HEADER = b"shardline-route-session"
+WRITE_BYTES = 16 << 10
+"""Events that are ready together are written together, up to about so many bytes."""
 
 
 class Reply:
@@ -112,7 +114,8 @@ class StreamedReply:
                 await opened(self._choices, within_s=self._settings.keep_alive_comment_s)
                 self._began = self._clock()
                 await self._response.start()
-                await self._write(self._opening())
+                self._telemetry[0] = self._choices[0].generation.telemetry()
+                await self._write(self._account() + self._opening())
                 await self._follow(events)
             except ShardlineError as error:
                 if not self._response.started or error.code == "slow_client":
@@ -122,7 +125,7 @@ class StreamedReply:
                 # The status has gone out: nobody behind this place can still tell the client.
                 if not self._response.started:
                     raise
-                log.exception("stream_failed")
+                log.exception("stream_failed", answer=self._envelope.id)
                 await self._fail(ShardlineError("internal", "the Gateway failed at this answer"))
         await self._response.end()
 
@@ -139,6 +142,10 @@ class StreamedReply:
                 for event in batch.happened:
                     out += self._added(event) if isinstance(event, Added) else self._ended(event)
                     left -= isinstance(event, Ended)
+                    if len(out) >= WRITE_BYTES:
+                        # A client that was slow has much to take: it waits here, not in the socket's buffer.
+                        await self._write(bytes(out))
+                        out.clear()
             out += self._account()
             if out:
                 await self._write(bytes(out))

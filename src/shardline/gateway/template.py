@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,14 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import structlog
 
 from shardline.errors import ShardlineError
 from shardline.gateway.detokenize import Vocabulary
 from shardline.gateway.template_worker import FRAME_BYTES, LENGTH, OUTPUT_SPARE, Answer, Job, Refused
 from shardline.settings import Settings
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 WAITING = 64
 """Jobs that wait for the worker."""
@@ -144,10 +144,10 @@ class Templates:
                 head = await worker.stdout.readexactly(LENGTH.size)
                 answer = _DECODER.decode(await worker.stdout.readexactly(min(LENGTH.unpack(head)[0], FRAME_BYTES)))
         except TimeoutError:
-            log.warning("template_killed: it took longer than %s s", self._settings.template_s)
+            log.warning("template_killed", limit_s=self._settings.template_s)
             raise _error(f"the chat template took longer than {self._settings.template_s:g} s") from None
         except (OSError, EOFError, msgspec.MsgspecError):
-            log.warning("template_worker_lost: exit code %s", worker.returncode)
+            log.warning("template_worker_lost", exit_code=worker.returncode)
             raise _error("the chat template ended the process that renders it") from None
         if answer.number != job.number:
             raise ShardlineError("internal", "the template process answered another job")
@@ -173,7 +173,7 @@ class Templates:
                 if worker.stdout is not None:
                     await worker.stdout.readexactly(LENGTH.size)
         except (OSError, EOFError, TimeoutError) as error:
-            log.error("template_worker_not_started: %s", error)
+            log.error("template_worker_not_started", error=str(error))
             raise ShardlineError("internal", "the process that renders chat templates does not start") from None
         return worker
 

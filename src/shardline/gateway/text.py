@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 import msgspec
+import structlog
 
 from shardline.errors import ShardlineError
 from shardline.gateway.detokenize import Vocabulary
@@ -28,7 +28,7 @@ from shardline.settings import Settings
 from shardline.transport.http_client import HttpClient, HttpFailure
 from shardline.wire.messages import ModelInfo, Peer, TextBundle, TokenizeAnswer, TokenizeRequest
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 BUNDLE_BYTES = 64 << 20
 """Largest text bundle: four times that of the largest vocabulary in use."""
@@ -135,7 +135,7 @@ class TextStore:
         try:
             return await asyncio.to_thread(_checked, raw, digest)
         except ShardlineError as error:
-            log.warning("text_bundle_damaged: %s", error.message)
+            log.warning("text_bundle_damaged", digest=digest, reason=error.message)
             await asyncio.to_thread(path.unlink, missing_ok=True)
             return None
 
@@ -159,7 +159,7 @@ class TextStore:
             try:
                 await asyncio.to_thread(_write, self._cache_dir / digest, response.body)
             except OSError as error:
-                log.warning("text_bundle_not_kept: %s", error.strerror)
+                log.warning("text_bundle_not_kept", digest=digest, reason=error.strerror)
             return vocabulary
         raise _unavailable("the model", "serves the text bundle", reasons)
 
@@ -193,7 +193,7 @@ def _single_bos(tokens: list[int], bos: int | None) -> list[int]:
 
 
 def _unavailable(model: str, what: str, reasons: list[str]) -> ShardlineError:
-    log.warning("text_unavailable: %s", "; ".join(reasons) or "no Nodes")
+    log.warning("text_unavailable", model=model, reasons=reasons)
     return ShardlineError("text_unavailable", f"no head Node of {model} {what} now: {len(reasons)} asked")
 
 

@@ -90,7 +90,8 @@ def reference_support(logits: F32, top_k: int, top_p: float, min_p: float) -> se
     if top_k:
         order = order[:top_k]
     weights = [math.exp(float(logits[i]) - float(logits[order[0]])) for i in order]
-    kept, mass = [], 0.0
+    kept: list[int] = []
+    mass = 0.0
     for i, w in zip(order, weights, strict=True):
         if top_p < 1 and kept and mass >= top_p * sum(weights):
             break
@@ -107,7 +108,7 @@ def reference_support(logits: F32, top_k: int, top_p: float, min_p: float) -> se
     min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
 def test_truncation_is_the_sorted_definition(values: list[int], top_k: int, top_p: float, min_p: float) -> None:
-    logits = np.array(values, dtype=np.float32) / 5
+    logits = row(*(v / 5 for v in values))
     found = draws(logits, 150, top_k=top_k, top_p=top_p, min_p=min_p)
     support = reference_support(logits, top_k, top_p, min_p)
     assert set(found) <= support

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,12 @@ def flag_of(spec: ShardSpec, name: str) -> Path:
 
 def rewrite(spec: ShardSpec, fields: dict[str, Any]) -> None:
     Path(spec.model).write_text(json.dumps(fields))
+
+
+async def refusal(call: Awaitable[object]) -> str:
+    with pytest.raises(ShardlineError) as caught:
+        await call
+    return caught.value.code
 
 
 async def within(seconds: float, event: asyncio.Event) -> None:
@@ -227,22 +233,27 @@ async def test_kill_in_a_step_is_known_at_once_with_the_signal(
         flag_of(made, "now").touch()
         order: list[str] = []
         engine.on_lost = lambda error: order.append("lost")
-        batch = asyncio.get_running_loop().create_future()
-        engine.submit([entry(0, [1, 2])], lambda r: (order.append("done"), batch.set_result(r)))  # type: ignore[func-returns-value]
+        batch: asyncio.Future[BatchResult] = asyncio.get_running_loop().create_future()
+
+        def done(result: BatchResult) -> None:
+            order.append("done")
+            batch.set_result(result)
+
+        engine.submit([entry(0, [1, 2])], done)
         await until(lambda: not flag_of(made, "now").exists())
-        waiting = asyncio.ensure_future(engine.tokenize("a", add_special=False, parse_special=True))  # noqa: TID251
-        await asyncio.sleep(0)
-        killed_at = time.perf_counter()
-        os.kill(pid_of(engine), signal.SIGKILL)
-        result = await asyncio.wait_for(batch, 5)
-        took = time.perf_counter() - killed_at
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(refusal(engine.tokenize("a", add_special=False, parse_special=True)))
+            await asyncio.sleep(0)
+            killed_at = time.perf_counter()
+            os.kill(pid_of(engine), signal.SIGKILL)
+            result = await asyncio.wait_for(batch, 5)
+            took = time.perf_counter() - killed_at
         assert took < 0.5
         assert order == ["lost", "done"]
+        assert result.failure is not None
         assert result.failure.code == "engine_lost"
         assert result.failure.details["signal"] == "SIGKILL"
-        with pytest.raises(ShardlineError) as caught:
-            await waiting
-        assert caught.value.code == "engine_lost"
+        assert waiting.result() == "engine_lost"
         assert engine.kv() == 0
         refused = await submit(engine, entry(0, [1, 2]))
         assert refused.failure.code == "engine_lost"

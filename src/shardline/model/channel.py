@@ -143,7 +143,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """While loading, unasked: `done` of `total` layers."""
+    """While loading, unasked; the unit is the engine's own (layers, bytes)."""
 
     done: int
     total: int

@@ -50,6 +50,8 @@ class Engine(Protocol):
 
     on_lost: Callable[[ShardlineError], None]
     on_ready: Callable[[], None]
+    on_progress: Callable[[int, int], None]
+    """While it loads: how much is done, of how much; in units of the engine's own (layers, bytes)."""
 
     async def start(self) -> ShardDescription:
         """Load the Shard. Raises what loading raised, or `engine_lost`; a first start is not repeated."""
@@ -141,6 +143,7 @@ class InlineEngine:
     def __init__(self, load: Callable[[], PacedBackend], settings: Settings) -> None:
         self.on_lost: Callable[[ShardlineError], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
+        self.on_progress: Callable[[int, int], None] = lambda done, total: None
         self._load = load
         self._settings = settings
         self._restarts = Restarts(settings)

@@ -50,7 +50,6 @@ class WorkerEngine:
         self.on_lost: Callable[[ShardlineError], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
-        """While loading: layers done, layers in all."""
         self._name = name
         self._spec = spec
         self._settings = settings
@@ -120,7 +119,7 @@ class WorkerEngine:
             return refused, 0.0
         self._worker = worker
         worker.on_ended = ended.set
-        worker.on_progress = self.on_progress
+        worker.on_progress = lambda done, total: self.on_progress(done, total)
         log.info("worker_started", pid=worker.pid, engine=self._name, layers=[self._spec.first, self._spec.last])
         worker.request(
             Load(self._name, self._spec),

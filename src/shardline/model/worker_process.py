@@ -55,8 +55,8 @@ _REAP_S = 5.0
 def worker_environment(inherited: Mapping[str, str], threads: int) -> dict[str, str]:
     """The whole environment of a worker: what engines need of `inherited`, and how their threads behave.
 
-    Secrets of the Node's environment do not reach it. Idle OpenMP threads sleep at once: two workers that spin on
-    two cores take each other's time (docs/decisions/0005-engine-worker.md has the figures).
+    Secrets of the Node's environment do not reach it. Idle OpenMP threads sleep at once: those of a worker that
+    waits for its neighbour would else spin on the cores that the neighbour computes on.
     """
     kept = {k: v for k, v in inherited.items() if k in _INHERITED or k.startswith(_INHERITED_PREFIXES)}
     count = str(threads or _usable_cores())

@@ -255,3 +255,35 @@ def test_the_demo_with_the_real_model(terminal: Terminal) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"route .*0:15 → .*15:30", done.stderr)
     assert len(done.stdout.partition("Asking")[2].splitlines()) > 4
+
+
+def test_odd_paths_a_proxy_and_ipv6(tmp_path: Path) -> None:
+    """A model and a state folder that are hard to quote, proxy variables that lead nowhere, a Gateway on ::1."""
+    folder = tmp_path / "ü 模型 100% 'x'"
+    folder.mkdir()
+    terminal = Terminal(folder)
+    terminal.environ |= {name: "http://127.0.0.1:9" for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")}
+    try:
+        terminal.up("--host", "::1")
+        assert "http://[::1]:" in terminal.out
+        asked = terminal.run("chat", "-m", "hi")
+        assert asked.stdout == " alpha beta gamma\n", asked.stderr
+        assert terminal.end() == 0
+    finally:
+        if terminal.front is not None and terminal.front.poll() is None:
+            terminal.front.kill()
+            terminal.front.wait()
+
+
+def test_api_keys_are_asked_for_and_not_shown(terminal: Terminal) -> None:
+    keys = terminal.folder / "keys"
+    keys.write_text("sk-0123456789abcdef\n")
+    terminal.up("--api-keys", str(keys))
+    assert "sk-0123456789abcdef" not in terminal.out + terminal.err
+    refused = terminal.run("chat", "-m", "hi")
+    assert refused.returncode == 1 and "key" in refused.stderr
+    terminal.environ["SHARDLINE_API_KEY"] = "sk-0123456789abcdef"
+    assert terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n"
+    logs = "".join(path.read_text() for path in (terminal.state / "logs").rglob("*.log"))
+    assert "sk-0123456789abcdef" not in logs and (terminal.state / "credential").read_text().strip() not in logs
+    assert terminal.end() == 0

@@ -21,6 +21,7 @@ from shardline.cli.roles import ENGINE_HELP, ENGINES
 from shardline.cli.values import LayerRanges, check_cover, split_evenly
 
 if TYPE_CHECKING:
+    from shardline.cli.client import Endpoint
     from shardline.cli.config import Configuration
     from shardline.cli.supervisor import Child, Part, Supervisor
 
@@ -84,10 +85,19 @@ class Cluster:
         self._gateway: Child | None = None
         self.gateway_url = ""
         self.tracker_url = ""
+        self.api_key = ""
+        """One that the Gateway takes, if it asks for any."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        from shardline.cli.client import Endpoint
+
+        return Endpoint("Gateway", self.gateway_url, self.api_key)
 
     def start(self, configuration: Configuration, shared: list[str]) -> None:
         """Start everything, and return when all of it serves."""
         supervisor, plan = self._supervisor, self._plan
+        self.api_key = next(iter(configuration.api_keys()), "")
         tracker = supervisor.start(tracker_part(plan, shared))
         supervisor.until_ready([tracker], within_s=START_S)
         self.tracker_url = str(tracker.url)
@@ -191,7 +201,6 @@ def demo(
     SmolLM2-135M-Instruct on two Nodes of this machine; shows the telemetry of the answer, then serves until Ctrl-C.
     """
     from shardline.cli.chat import Conversation, answer
-    from shardline.cli.client import Endpoint
     from shardline.cli.demo_model import demo_model
 
     plan = planned(model or demo_model(), nodes, None, engine, port=port)
@@ -199,7 +208,7 @@ def demo(
     def ask(cluster: Cluster) -> None:
         name = first_model_of(cluster)
         click.echo(f"\nAsking {name}: {question}\n")
-        conversation = Conversation(Endpoint("Gateway", cluster.gateway_url, ""), name, None, ANSWER)
+        conversation = Conversation(cluster.endpoint, name, None, ANSWER)
         answer(conversation, question)
         if once:
             click.echo("\nAsked once, as told; without it the cluster goes on serving.")
@@ -248,7 +257,7 @@ def run_cluster(
     from shardline.cli.startup import StartView
     from shardline.cli.supervisor import Supervisor
 
-    configuration = invocation.configuration()
+    configuration = invocation.configuration(api_keys_file=plan.api_keys_file)
     credential_of(configuration)  # Made here, once, so that no two parts race for it.
     notes = {f"node-{i}": f"{first}:{last}" for i, (first, last) in enumerate(plan.ranges, 1)}
     log_dir = new_log_dir(configuration.state_dir)
@@ -280,13 +289,12 @@ def first_model_of(cluster: Cluster) -> str:
     import time
 
     from shardline.cli.chat import first_model
-    from shardline.cli.client import Endpoint
     from shardline.errors import ShardlineError
 
     deadline = time.monotonic() + 10
     while True:
         try:
-            return first_model(Endpoint("Gateway", cluster.gateway_url, ""))
+            return first_model(cluster.endpoint)
         except ShardlineError:
             if time.monotonic() > deadline:
                 raise
@@ -306,8 +314,9 @@ def print_usage(cluster: Cluster, model: str) -> None:
     """What one can do now, as lines that work when they are copied."""
     name = command_name()
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+    key = " -H 'Authorization: Bearer A-KEY-OF-YOURS'" if cluster.api_key else ""
     click.echo(
         f"\nThe OpenAI API is at {cluster.gateway_url}/v1\n"
-        f"  curl -N {cluster.gateway_url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  curl -N {cluster.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
         f"In another terminal: {name} chat, {name} nodes, {name} sessions\nCtrl-C ends everything."
     )

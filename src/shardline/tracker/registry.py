@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
@@ -23,6 +24,8 @@ FORGET_S = 600.0
 PEER_LIMIT = 8
 LINK_LIMIT = 256
 """Measured links that are kept for one Node; the one measured longest ago makes room."""
+RTT_SAMPLES = 5
+"""The round trip of a link is the median of this many last probes."""
 OPENING_S = 0.25
 """A session given this shortly before a heartbeat is not in the heartbeat's figures yet."""
 
@@ -52,6 +55,8 @@ class LinkRecord:
 
     link: Link = _UNKNOWN
     """As routing sees it."""
+    samples: tuple[float, ...] = ()
+    """Round trips of the last probes that succeeded, in ms."""
     measured_at: float | None = None
     clear_from: int = 0
     """Number of the first heartbeat whose probes were certainly made after the report that took the link out."""
@@ -230,13 +235,17 @@ class Registry:
                 continue
             old = record.links.pop(probe.peer, LinkRecord())
             cleared = probe.ok and beat.count >= old.clear_from
+            samples = old.samples
+            if probe.rtt_ms is not None:
+                samples = (*samples, probe.rtt_ms)[-RTT_SAMPLES:]
             link = Link(
-                rtt_ms=probe.rtt_ms if probe.rtt_ms is not None else old.link.rtt_ms,
+                # One probe that met a busy moment must not move routes.
+                rtt_ms=median(samples) if samples else None,
                 ok=probe.ok,
                 out=None if cleared else old.link.out,
             )
             # Put in at the end: the order of the dictionary is that of the measurements.
-            record.links[probe.peer] = LinkRecord(link, now, old.clear_from)
+            record.links[probe.peer] = LinkRecord(link, samples, now, old.clear_from)
         while len(record.links) > LINK_LIMIT:
             spare = (peer for peer, known in record.links.items() if known.link.out is None)
             del record.links[next(spare, next(iter(record.links)))]
@@ -308,7 +317,7 @@ class Registry:
         if record is None or to not in self.nodes:
             return
         old = record.links.get(to, LinkRecord())
-        record.links[to] = LinkRecord(replace(old.link, out=reason), old.measured_at, record.count + 2)
+        record.links[to] = replace(old, link=replace(old.link, out=reason), clear_from=record.count + 2)
 
     # What a Node is told.
 

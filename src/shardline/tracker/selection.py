@@ -31,7 +31,7 @@ RANKED_STEPS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What is known of the way from one Node to another. `rtt_ms` and `ok` are those of the last probe."""
+    """What is known of the way from one Node to another. `ok` is how the last probe ended; `rtt_ms` is measured."""
 
     rtt_ms: float | None = None
     ok: bool | None = None

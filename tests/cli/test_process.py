@@ -116,5 +116,6 @@ def test_a_closed_stdout_does_not_end_a_role() -> None:
 
 def test_words_for_phases() -> None:
     assert in_words("loading", {"done": 12, "total": 30}) == "loading 12/30"
+    assert in_words("loading", {"done": 113248512, "total": 325654272}) == "loading 113/325 MB"
     assert in_words("loading", {}) == "loading"
     assert in_words("draining", {}) == "draining"

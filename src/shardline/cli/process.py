@@ -70,10 +70,15 @@ def in_words(phase: str, facts: dict[str, Any]) -> str:
     if phase == "listening":
         return f"listening on {facts.get('url', '?')}"
     if phase == "loading" and "total" in facts:
-        return f"loading {facts.get('done', 0)}/{facts['total']}"
+        return f"loading {_share(int(facts.get('done', 0)), int(facts['total']))}"
     if phase == "testing":
         return "testing its layers"
     return phase
+
+
+def _share(done: int, total: int) -> str:
+    """`12/30` layers, or `113/326 MB` where what is counted can only be bytes."""
+    return f"{done}/{total}" if total < 10**6 else f"{done // 10**6}/{total // 10**6} MB"
 
 
 def run_until_signal(work: Coroutine[Any, Any, None], *, drain_s: float, lifeline: bool = False) -> None:

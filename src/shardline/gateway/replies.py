@@ -115,7 +115,7 @@ class StreamedReply:
                 self._began = self._clock()
                 await self._response.start()
                 self._telemetry[0] = self._choices[0].generation.telemetry()
-                await self._write(self._account() + self._opening())
+                await self._write(self._opening() + self._account())
                 await self._follow(events)
             except ShardlineError as error:
                 if not self._response.started or error.code == "slow_client":

@@ -1,0 +1,51 @@
+"""docs/api.md names every field, path and limit that the code has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardline.gateway import openai_requests as requests
+from shardline.gateway.messages import ROLES, FunctionCall, Message, Part, ToolCall
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [requests._ChatBody, requests._TextBody, requests.StreamOptions, Message, Part, ToolCall, FunctionCall],
+    ids=lambda kind: kind.__name__,
+)
+def test_every_field_is_on_the_page(kind: type) -> None:
+    assert not set(kind.__struct_fields__) - NAMED  # type: ignore[attr-defined]
+
+
+def test_every_role_is_on_the_page() -> None:
+    assert set(ROLES) <= NAMED
+
+
+def test_every_path_is_on_the_page() -> None:
+    source = (Path(requests.__file__).parent / "app.py").read_text(encoding="utf-8")
+    routes = re.findall(r'\("(GET|POST|DELETE)", (?:f"\{session\}(/\w+)?"|session|"(/[^"]*)"), self', source)
+    assert len(routes) == 11
+    for method, under, path in routes:
+        full = path.replace("{id:path}", "{id}") or f"/v1/route-sessions/{{id}}{under}"
+        assert f"`{method} {full}`" in PAGE
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"at most {requests.BIASES} entries",
+        f"up to {requests.STOPS} of at most {requests.STOP_CHARACTERS} characters",
+        f"1 to {requests.CHOICES} choices",
+        f"`top_logprobs` 0 to {requests.CHAT_LOGPROBS}",
+        f"at most {requests.ANSWERS} answers a request",
+        f"| `logprobs` | 0 to {requests.TEXT_LOGPROBS} |",
+    ],
+)
+def test_limits_are_those_of_the_code(words: str) -> None:
+    assert words in PAGE

@@ -21,8 +21,8 @@ StartPhase = Literal["listening", "loading", "testing", "ready", "draining"]
 class Announce(Protocol):
     """How a role tells whoever started it how far it is; never blocks, never raises.
 
-    `listening` (url): the socket is bound. `loading` (done, total): bytes or layers of a Shard. `testing`: the self-test
-    runs. `ready`: it serves (of a Node: registered and counted for routes). `draining`: it ends.
+    `listening` (url): the socket is bound. `loading` (done, total): bytes or layers of a Shard. `testing`: the
+    self-test runs. `ready`: it serves (of a Node: registered and counted for routes). `draining`: it ends.
     """
 
     def __call__(self, phase: StartPhase, /, **facts: str | int) -> None: ...

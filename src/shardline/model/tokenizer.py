@@ -228,7 +228,8 @@ def pieces_of(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
     `model_file_invalid` for a tokenizer whose tokens have no bytes of their own (whole words, with spaces made up).
     """
-    decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+    # The state of the decoder alone: that of the whole tokenizer is megabytes.
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     steps = decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}
     added = {token: entry.content for token, entry in tokenizer.get_added_tokens_decoder().items()}

@@ -242,7 +242,11 @@ def _fill_blocks(files: OpenFiles, path: Path, info: TensorInfo, out: torch.Tens
             values = dequantize(part, kind)
         except NotImplementedError:
             raise file_invalid(f"this engine does not read {info.type}, the type of tensor {info.name}") from None
-        flat[start : start + len(part)].copy_(torch.from_numpy(values))
+        target = flat[start : start + len(part)]
+        if target.dtype == torch.float32:
+            np.copyto(target.numpy(), values)  # without torch's threads, which cost more than they bring here
+        else:
+            target.copy_(torch.from_numpy(values))
 
 
 def _fill(

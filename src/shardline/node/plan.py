@@ -6,22 +6,23 @@ was never seen is computed once, and cached). Shown by tests/node/test_plan.py.
 
 from __future__ import annotations
 
-import hashlib
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from shardline.artifact.identity import content_id
 from shardline.errors import ShardlineError
-from shardline.formats import gguf_files, layers, safetensors
+from shardline.formats import gguf_files, layers, memory, safetensors
+from shardline.formats.shape import shape_of_config, shape_of_gguf
 from shardline.model.backend import ShardDescription
+from shardline.model.script import read_script
 from shardline.options import NodeOptions
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_KV_TOKENS_RESERVED = 2_048
+"""What placement leaves free for caches: a Node without room for a session is of no use."""
 _KV_TOKENS_WANTED = 65_536
 """What a Node offers when there is memory for more: enough for many sessions, not the whole machine."""
 _KV_SHARE = 0.5
@@ -56,81 +57,43 @@ def inspect_model(options: NodeOptions) -> ModelFacts:
     return facts
 
 
-class _Script(msgspec.Struct):
-    """The part of a script that planning needs (all of it: model/scripted.py)."""
-
-    model: str
-    n_layers: int
-
-
 def _inspect_script(path: Path) -> ModelFacts:
-    raw = path.read_bytes()
-    try:
-        script = msgspec.json.decode(raw, type=_Script)
-    except msgspec.MsgspecError as error:
-        raise ShardlineError("model_file_invalid", f"{path.name} is no script: {error}") from None
+    script, digest = read_script(path)
     return ModelFacts(
         name=script.model,
-        content_id="mac1-" + hashlib.sha256(raw).hexdigest(),
+        content_id=f"mac1-{digest}",
         n_layers=script.n_layers,
         engine_class="scripted",
-        layer_bytes=[1] * script.n_layers,
-        embedding_bytes=1,
-        output_bytes=1,
+        layer_bytes=[script.weight_bytes_per_layer] * script.n_layers,
+        embedding_bytes=0,
+        output_bytes=0,
     )
 
 
 def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
     cache = options.state_dir / "content-ids"
+    wanted = _DTYPE_BYTES.get(options.dtype or "")
+    tensors: Mapping[str, layers.SizedTensor]
     if path.is_dir():
-        return _inspect_folder(path, options, cache)
-    model = gguf_files.read_model(path)
-    header = model.header
-    architecture = header.text("general.architecture") or ""
-    n_layers = header.integer(f"{architecture}.block_count") or 0
-    element_bytes = _DTYPE_BYTES.get(options.dtype or "float32", 4)
-    sizes = {name: math.prod(t.shape) * element_bytes for name, t in model.tensors.items()}
-    name = header.text("general.name") or path.stem
-    return _facts(name, content_id(path, cache_dir=cache), n_layers, sizes, options)
-
-
-def _inspect_folder(path: Path, options: NodeOptions, cache: Path) -> ModelFacts:
-    folder = safetensors.read_folder(path)
-    config = safetensors.read_object(path / "config.json", 16 << 20)
-    text = config.get("text_config")
-    counts = [c.get("num_hidden_layers") for c in (config, text) if isinstance(c, dict)]
-    n_layers = next((n for n in counts if isinstance(n, int) and n > 0), 0)
-    stored = _DTYPE_BYTES.get(options.dtype or "")
-    sizes = {name: math.prod(t.shape) * (stored or _STORED_BYTES.get(t.dtype, 4)) for name, t in folder.tensors.items()}
-    return _facts(path.resolve().name, content_id(path, cache_dir=cache), n_layers, sizes, options)
-
-
-def _facts(name: str, identity: str, n_layers: int, sizes: dict[str, int], options: NodeOptions) -> ModelFacts:
-    if n_layers < 1:
-        raise ShardlineError("model_file_invalid", "the header does not say how many layers there are")
-    layer_bytes = [0] * n_layers
-    embedding = output = shared = 0
-    for tensor, size in sizes.items():
-        place = layers.place_of(tensor)
-        if isinstance(place, int):
-            if place < n_layers:
-                layer_bytes[place] += size
-        elif place == "embedding":
-            embedding += size
-        elif place == "output":
-            output += size
-        else:
-            shared += size
-    if layers.is_tied(sizes):
-        output += embedding
+        folder = safetensors.read_folder(path)
+        shape = shape_of_config(folder.config)
+        tensors, element_bytes, name = folder.tensors, wanted, path.resolve().name
+    else:
+        model = gguf_files.read_model(path)
+        shape = shape_of_gguf(model.header)
+        # A GGUF file is computed in float32 unless told otherwise, whatever it is stored in.
+        tensors, element_bytes, name = model.tensors, wanted or 4, model.header.text("general.name", "") or path.stem
+    weights = memory.weight_bytes(tensors, shape.n_layers, element_bytes=element_bytes)
+    kv = memory.kv_bytes_per_token(shape, 0, shape.n_layers, element_bytes=element_bytes or 4) or 0
     return ModelFacts(
         name=name,
-        content_id=identity,
-        n_layers=n_layers,
+        content_id=content_id(path, cache_dir=cache),
+        n_layers=shape.n_layers,
         engine_class=options.engine,
-        layer_bytes=layer_bytes,
-        embedding_bytes=embedding + shared,
-        output_bytes=output,
+        layer_bytes=list(weights.layers),
+        embedding_bytes=weights.embedding + weights.shared,
+        output_bytes=weights.output + weights.tied,
+        kv_reserve_bytes=kv * _KV_TOKENS_RESERVED,
     )
 
 
@@ -141,12 +104,12 @@ def kv_capacity(options: NodeOptions, shard: ShardDescription) -> int:
         return options.kv_tokens
     if shard.kv_capacity_tokens is not None:
         return shard.kv_capacity_tokens
-    memory = psutil.virtual_memory().available
+    left = psutil.virtual_memory().available
     if options.memory_bytes is not None:
-        memory = min(memory, max(0, options.memory_bytes - shard.weight_bytes))
-    fits = int(memory * _KV_SHARE) // max(1, shard.kv_bytes_per_token)
+        left = min(left, max(0, options.memory_bytes - shard.weight_bytes))
+    fits = int(left * _KV_SHARE) // max(1, shard.kv_bytes_per_token)
     if fits < 16:
         raise ShardlineError(
-            "memory_insufficient", f"{memory} bytes are left for KV, a token needs {shard.kv_bytes_per_token}"
+            "memory_insufficient", f"{left} bytes are left for KV, a token needs {shard.kv_bytes_per_token}"
         )
     return min(fits, max(_KV_TOKENS_WANTED, shard.context_length))

@@ -155,10 +155,10 @@ class Presence:
             log.warning("tracker_unreachable", reason=str(error))
 
     async def _probe_peers(self) -> None:
-        probes: list[PeerProbe] = []
-        for peer in self._peers:
-            probes.append(await self._probe(peer))
-        self._probes = probes
+        """Time all peers side by side: a silent one must not hold up the next heartbeat."""
+        async with asyncio.TaskGroup() as tasks:
+            probes = [tasks.create_task(self._probe(peer)) for peer in self._peers]
+        self._probes = [probe.result() for probe in probes]
 
     async def _probe(self, peer: Peer) -> PeerProbe:
         """Time one small request to a Node that the Tracker named; it must prove that it is that Node."""

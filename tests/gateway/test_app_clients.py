@@ -37,10 +37,14 @@ async def connect(stand: Stand, *, receive_buffer: int | None = None) -> socket.
     return sock
 
 
-async def send_request(sock: socket.socket, body: dict[str, Any], path: str = "/v1/chat/completions") -> None:
+def head(size: int, path: str = "/v1/chat/completions") -> bytes:
+    fields = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    return f"POST {path} HTTP/1.1\r\n{fields}".encode()
+
+
+async def send_request(sock: socket.socket, body: dict[str, Any]) -> None:
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-    await asyncio.get_running_loop().sock_sendall(sock, head.encode() + raw)
+    await asyncio.get_running_loop().sock_sendall(sock, head(len(raw)) + raw)
 
 
 def hang_up(sock: socket.socket, *, reset: bool) -> None:
@@ -174,8 +178,7 @@ def _dechunked(raw: bytes) -> bytes:
 async def test_a_body_that_is_announced_too_large(stand: Stand) -> None:
     sock = await connect(stand)
     loop = asyncio.get_running_loop()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    await loop.sock_sendall(sock, head % (1 << 30))
+    await loop.sock_sendall(sock, head(1 << 30))
     async with asyncio.timeout(5):
         answer = await loop.sock_recv(sock, 65536)
     assert answer.startswith(b"HTTP/1.1 413")
@@ -185,8 +188,7 @@ async def test_a_body_that_is_announced_too_large(stand: Stand) -> None:
 
 async def test_a_client_that_leaves_within_its_body(stand: Stand) -> None:
     sock = await connect(stand)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
-    await asyncio.get_running_loop().sock_sendall(sock, head)
+    await asyncio.get_running_loop().sock_sendall(sock, head(100) + b"{")
     await asyncio.sleep(0.02)
     sock.close()
     assert (await stand.complete()).status_code == 200

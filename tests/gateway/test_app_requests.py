@@ -152,6 +152,30 @@ async def test_another_site_gets_no_leave(stand: Stand) -> None:
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
+@pytest.mark.parametrize(
+    ("host", "served"),
+    [
+        ("127.0.0.1:8080", True),
+        ("[::1]:8080", True),
+        ("localhost", True),
+        ("shardline.localhost:1", True),
+        ("192.168.1.5", True),
+        ("evil.example", False),
+        ("127.0.0.1.evil.example:8080", False),
+        ("localhost.evil.example", False),
+    ],
+)
+async def test_a_page_whose_name_leads_here(stand: Stand, host: str, served: bool) -> None:
+    for answer in (
+        await stand.get("/v1/models", host=host),
+        await stand.post(TEXT, {"model": MODEL, "prompt": "a"}, host=host),
+    ):
+        if served:
+            assert answer.status_code == 200
+        else:
+            error_of(answer, 403, "forbidden")
+
+
 async def test_request_ids_are_kept_or_made(stand: Stand) -> None:
     assert (await stand.get("/healthz", **{"x-request-id": "abc-1"})).headers["x-request-id"] == "abc-1"
     ids = {(await stand.get("/healthz")).headers["x-request-id"] for _ in range(3)}
@@ -171,7 +195,7 @@ async def test_keys(tmp_path: Path, shared_templates: Templates) -> None:
         error_of(await stand.post(CHAT, chat(), authorization="Bearer wrong"), 401, "unauthorized")
         # Before the body is looked at.
         error_of(await stand.post(CHAT, b"not json"), 401, "unauthorized")
-        assert (await stand.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status_code == 200
+        assert (await stand.post(CHAT, chat(), authorization=f"Bearer {KEY}", host="gw.example")).status_code == 200
         assert (await stand.get("/healthz")).status_code == 200
         assert (await stand.get("/readyz")).status_code == 200
         assert (await stand.get("/metrics")).status_code == 200

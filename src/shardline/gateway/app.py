@@ -23,6 +23,7 @@ from shardline.gateway.keys import ApiKeys
 from shardline.gateway.openai_answers import layers_text, model_entry
 from shardline.gateway.replies import Reply
 from shardline.settings import Settings
+from shardline.transport.addresses import is_loopback, parse_address
 from shardline.transport.bodies import ClientLeft, header, read_body, send_body, send_json
 from shardline.transport.boundary import ErrorBoundary
 
@@ -172,6 +173,8 @@ class GatewayApp:
         await send_body(send, 200, self._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
 
     def _principal(self, scope: Scope) -> str:
+        if not len(self._keys):
+            _check_host(scope)
         return self._keys.principal(header(scope, b"authorization"))
 
 
@@ -211,6 +214,16 @@ def _check_json(scope: Scope) -> None:
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
     if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8", "us-ascii"):
         raise ShardlineError("unsupported_media_type", f"Content-Type {sent[:80]} is not application/json in UTF-8")
+
+
+def _check_host(scope: Scope) -> None:
+    """Without keys, only this machine may ask: not a web page that made its own name lead to a loopback address."""
+    field = header(scope, b"host") or ""
+    name = field[1:].partition("]")[0] if field.startswith("[") else field.partition(":")[0]
+    if name and parse_address(name) is None and not is_loopback(name.lower()):
+        raise ShardlineError(
+            "forbidden", f"the Host '{name[:80]}' is not this machine: a Gateway with a name needs keys"
+        )
 
 
 def _last_event_id(scope: Scope) -> int:

@@ -144,18 +144,20 @@ async def running(choices: Sequence[Choice], *, limit_s: float) -> AsyncIterator
     """Read all choices; on the way out, cancel those that have not ended (which takes at most `limit_s`)."""
     events = Events()
     failure: Exception | None = None
+    reason = "the client has gone"
     try:
         async with asyncio.TaskGroup() as tasks:
             readers = [tasks.create_task(choice.read(events)) for choice in choices]
             try:
                 yield events
+                reason = "the answer has failed"
             except Exception as error:
                 # Held back, so that it leaves as itself and not as the task group's.
-                failure = error
+                failure, reason = error, str(error)
             for reader in readers:
                 reader.cancel()
     finally:
-        await _cancel(choices, "the client has gone" if failure is None else str(failure), limit_s)
+        await _cancel(choices, reason, limit_s)
     if failure is not None:
         raise failure
 

@@ -27,7 +27,7 @@ CHOICES = 8
 ANSWERS = 64
 """… and of one request, over all its prompts."""
 STOPS = 16
-STOP_CHARACTERS = 1000
+STOP_CHARACTERS = 256
 BIASES = 4096
 CHAT_LOGPROBS = 20
 TEXT_LOGPROBS = 5

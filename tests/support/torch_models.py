@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ VOCAB = 96
 CONTEXT = 64
 WINDOW = 8
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": LAYERS,
@@ -35,22 +36,22 @@ _SIZES: dict[str, Any] = {
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: transformers.LlamaConfig(**_SIZES),
-    "qwen2": lambda: transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=16),
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_SIZES, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
+        **SIZES, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
     ),
     "gemma3_text": lambda: transformers.Gemma3TextConfig(
-        **_SIZES, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16, layer_types=_MIXED
+        **SIZES, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16, layer_types=_MIXED
     ),
-    "mistral": lambda: transformers.MistralConfig(**_SIZES, sliding_window=WINDOW),
-    "phi3": lambda: transformers.Phi3Config(**_SIZES),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "phi3": lambda: transformers.Phi3Config(**SIZES),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **_SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, layer_types=_MIXED
+        **SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, layer_types=_MIXED
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{**_SIZES, "num_key_value_heads": 4},
+        **{**SIZES, "num_key_value_heads": 4},
         moe_intermediate_size=24,
         n_routed_experts=8,
         num_experts_per_tok=2,
@@ -106,7 +107,7 @@ class Route:
         edges = [0, *cuts, layers]
         spec = {"threads": 1, **spec}
         self.shards: list[TorchBackend] = [
-            load(ShardSpec(str(model), first, last, **spec)) for first, last in zip(edges, edges[1:], strict=False)
+            load(ShardSpec(str(model), first, last, **spec)) for first, last in pairwise(edges)
         ]
         self.position = 0
 

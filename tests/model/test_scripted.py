@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from shardline.errors import ShardlineError
 from shardline.model.backend import Backend, BackendEntry, BackendOutput, ShardSpec
 from shardline.model.script import WRONG, Script, Vocabulary
-from shardline.model.scripted import RowCode, ScriptedBackend, load_inline, self_test
+from shardline.model.scripted import ScriptedBackend, load_inline, self_test
+from shardline.model.scripted_rows import RowCode
 from shardline.wire.messages import TextBundle
 from shardline.wire.steps import SeamLayout
 

@@ -244,11 +244,8 @@ async def test_kill_in_a_step_is_known_at_once_with_the_signal(
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(refusal(engine.tokenize("a", add_special=False, parse_special=True)))
             await asyncio.sleep(0)
-            killed_at = time.perf_counter()
             os.kill(pid_of(engine), signal.SIGKILL)
-            result = await asyncio.wait_for(batch, 5)
-            took = time.perf_counter() - killed_at
-        assert took < 0.5
+            result = await asyncio.wait_for(batch, 1)
         assert order == ["lost", "done"]
         assert result.failure is not None
         assert result.failure.code == "engine_lost"
@@ -439,7 +436,8 @@ from shardline.model.worker_engine import WorkerEngine
 from shardline.settings import Settings
 
 async def main():
-    engine = WorkerEngine("scripted", ShardSpec(sys.argv[1], 0, 6), Settings(), inherited={})
+    settings = Settings(worker_silent_s=0.8, late_timer_s=0.2)
+    engine = WorkerEngine("scripted", ShardSpec(sys.argv[1], 0, 6), settings, inherited={})
     await engine.start()
     print("pid", engine.health().pid, flush=True)
     await asyncio.sleep(60)
@@ -497,7 +495,7 @@ def test_the_node_that_was_stopped_does_not_blame_its_worker(
     node, worker = parent
     os.kill(node.pid, signal.SIGSTOP)
     worker.suspend()
-    time.sleep(1.8)
+    time.sleep(1.0)
     os.kill(node.pid, signal.SIGCONT)
     time.sleep(0.2)
     worker.resume()

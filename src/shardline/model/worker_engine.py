@@ -54,7 +54,7 @@ class WorkerEngine:
         self._spec = spec
         self._settings = settings
         self._environment = worker_environment(inherited, spec.threads)
-        self._control = ("step", settings.step_s)
+        self._step = ("step", settings.step_s)
         self._restarts = Restarts(settings)
         self._supervisor: asyncio.Task[None] | None = None
         self._first: asyncio.Future[ShardDescription] | None = None
@@ -200,29 +200,29 @@ class WorkerEngine:
 
     # ---- control -----------------------------------------------------------------------------------------------
 
-    async def _ask(self, request: Open | Close | Rollback | Tokenize | Test) -> Answer:
+    async def _ask(self, request: Open | Close | Rollback | Tokenize | Test, limit: tuple[str, float]) -> Answer:
         if self._serving is None:
             raise self._down
-        return await self._serving.ask(request, self._control)
+        return await self._serving.ask(request, limit)
 
     async def open(self, slot: int, spec: SlotSpec) -> None:
-        await self._ask(Open(slot, spec.prompt_tokens, spec.max_tokens, spec.sampling))
+        await self._ask(Open(slot, spec.prompt_tokens, spec.max_tokens, spec.sampling), self._step)
 
     async def close(self, slot: int) -> None:
         if self._serving is not None:
-            await self._ask(Close(slot))
+            await self._ask(Close(slot), self._step)
 
     async def rollback(self, slot: int, position: int) -> None:
-        await self._ask(Rollback(slot, position))
+        await self._ask(Rollback(slot, position), self._step)
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        answer = await self._ask(Tokenize(text, add_special, parse_special))
+        answer = await self._ask(Tokenize(text, add_special, parse_special), self._step)
         if not isinstance(answer, Tokens):
             raise _unexpected(answer)
         return answer.tokens
 
     async def self_test(self) -> StepTimes:
-        answer = await self._ask(Test())
+        answer = await self._ask(Test(), ("prefill_chunk", self._settings.prefill_chunk_s))
         if not isinstance(answer, Tested):
             raise _unexpected(answer)
         return answer.times

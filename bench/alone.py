@@ -9,6 +9,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +49,43 @@ class Alone:
         self._process.stdout.close()
 
 
-def main() -> None:
-    model_path, threads = Path(sys.argv[1]), int(sys.argv[2])
+def loaded(path: Path) -> tuple[Any, Callable[[str], list[int]]]:
+    """The unsplit transformers model in float32, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(threads)
-    folder, name = (str(model_path), None) if model_path.is_dir() else (str(model_path.parent), model_path.name)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+    if path.is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), tokenizer.encode
+    # transformers' own loading of GGUF takes half a minute and one more package; class and weights are the same.
+    from shardline.formats.gguf import read_header
+    from shardline.model.tokenizer import text_of_gguf
+    from shardline.model.torch_build import build, fill_buffers
+    from shardline.model.torch_gguf import config_of, load_gguf
+    from shardline.model.torch_weights import ShardWeights
+
+    header = read_header(path)
+    config = config_of(header)
+    skeleton = build(config, torch.float32)
+    weights = ShardWeights(skeleton, 0, skeleton.n_layers, None)
+    fill_buffers(skeleton, 0, skeleton.n_layers)
+    load_gguf(header, path, weights)
+    weights.finish()
+    text = text_of_gguf(header, config.vocab_size, config.max_position_embeddings)
+    if text is None:
+        raise SystemExit(f"{path} has no tokenizer")
+    return skeleton.model.eval(), partial(text.tokenize, add_special=False, parse_special=True)
+
+
+def main() -> None:
+    import torch
+
+    torch.set_num_threads(int(sys.argv[2]))
+    model, tokenize = loaded(Path(sys.argv[1]))
     print("{}", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        ids = tokenizer(request["prompt"], return_tensors="pt").input_ids
+        ids = torch.tensor([tokenize(request["prompt"])])
         clock = _Clock()
         with torch.inference_mode():
             model.generate(

@@ -491,10 +491,12 @@ def test_ctrl_c_reaches_the_node_only(parent: tuple[subprocess.Popen[str], psuti
 def test_the_node_that_was_stopped_does_not_blame_its_worker(
     parent: tuple[subprocess.Popen[str], psutil.Process],
 ) -> None:
-    """Both stopped for longer than the silence limit, as a laptop that sleeps; the Node wakes first."""
+    """Both stopped for longer than the silence limit, as a laptop that sleeps; the Node, which has seen the last tick,
+    wakes first."""
     node, worker = parent
-    os.kill(node.pid, signal.SIGSTOP)
     worker.suspend()
+    time.sleep(0.3)
+    os.kill(node.pid, signal.SIGSTOP)
     time.sleep(1.0)
     os.kill(node.pid, signal.SIGCONT)
     time.sleep(0.2)

@@ -22,6 +22,7 @@ from bench.running import Running, cluster
 from shardline.cli.cluster import physical_cores
 from shardline.cli.demo_model import demo_model
 
+ALONE = {"transformers alone": False, "the same, idle threads sleep": True}
 PROMPT = "A shard is a piece of something larger. Here is what I know about shards, one sentence after the other:"
 LONG = PROMPT + " It may be sharp, and it may be part of a whole." * 60
 
@@ -31,13 +32,14 @@ def measure_rates(folder: Path, model: Path, threads: int, tokens: int, rounds: 
     found: dict[str, list[dict[str, float]]] = {}
     with ExitStack() as stack:
         print(f"  starting: transformers alone, and routes of 1, 2, 3 Nodes ({threads} threads each) …", flush=True)
-        alone = Alone(model, threads)
-        stack.callback(alone.close)
+        alone = {name: Alone(model, threads, sleeping=sleeps) for name, sleeps in ALONE.items()}
+        for process in alone.values():
+            stack.callback(process.close)
         routes = {n: stack.enter_context(cluster(folder, model, n, "torch", threads)) for n in (1, 2, 3)}
 
-        def measure_alone() -> dict[str, float]:
-            figures = alone.generate(PROMPT, tokens)
-            return {**figures, "long_first_s": alone.generate(LONG, 2)["first_s"]}
+        def measure_alone(process: Alone) -> dict[str, float]:
+            figures = process.generate(PROMPT, tokens)
+            return {**figures, "long_first_s": process.generate(LONG, 2)["first_s"]}
 
         def measure_route(route: Running) -> dict[str, float]:
             timed = route.generate(PROMPT, tokens)
@@ -47,7 +49,7 @@ def measure_rates(folder: Path, model: Path, threads: int, tokens: int, rounds: 
                 "long_first_s": route.generate(LONG, 2).first_s,
             }
 
-        systems = [("transformers alone", measure_alone)]
+        systems = [(name, lambda p=process: measure_alone(p)) for name, process in alone.items()]
         systems += [(f"{n} Node{'s' * (n > 1)}", lambda r=route: measure_route(r)) for n, route in routes.items()]
         for number in range(rounds + 1):
             order = systems[number % len(systems) :] + systems[: number % len(systems)]
@@ -60,15 +62,17 @@ def measure_rates(folder: Path, model: Path, threads: int, tokens: int, rounds: 
 
 
 def report_rates(found: dict[str, list[dict[str, float]]]) -> str:
-    base = found["transformers alone"]
+    """Ratios are to the faster one of the two ways to run transformers alone, round by round."""
+    rates = {name: median([r["tokens_per_s"] for r in rounds]) for name, rounds in found.items()}
+    base = max(ALONE, key=lambda name: rates[name])
     rows = []
-    for name in ("transformers alone", *(n for n in found if n != "transformers alone")):
+    for name in (*ALONE, *(n for n in found if n not in ALONE)):
         rounds = found[name]
-        ratios = [r["tokens_per_s"] / b["tokens_per_s"] for r, b in zip(rounds, base, strict=True)]
+        ratios = [r["tokens_per_s"] / b["tokens_per_s"] for r, b in zip(rounds, found[base], strict=True)]
         rows.append(
             (
                 name,
-                f"{median([r['tokens_per_s'] for r in rounds]):.2f}",
+                f"{rates[name]:.2f}",
                 f"{median(ratios):.3f}",
                 f"{1e3 * median([r['first_s'] for r in rounds]):.0f}",
                 f"{1e3 * median([r['long_first_s'] for r in rounds]):.0f}",

@@ -6,6 +6,7 @@ Reads one JSON request a line from stdin, answers one a line: seconds to the fir
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,17 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardline.model.worker_process import worker_environment
+
 
 class Alone:
     """The process, from the side that asks."""
 
-    def __init__(self, model: Path, threads: int) -> None:
+    def __init__(self, model: Path, threads: int, *, sleeping: bool) -> None:
+        """`sleeping`: idle OpenMP threads sleep at once, as those of an engine worker do; else as torch has them."""
+        environment = worker_environment(os.environ, threads) if sleeping else dict(os.environ)
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "bench.alone", str(model), str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env=environment,
         )
         self._answer()
 

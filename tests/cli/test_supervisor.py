@@ -23,7 +23,7 @@ def say(phase, **facts):
     print(json.dumps({"phase": phase, **facts}), flush=True)
 
 kind = sys.argv[1]
-if kind == "deaf":
+if kind in ("deaf", "apart"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if kind == "failing":
     say("failed", code="address_in_use", message="port 8080 on 127.0.0.1 is taken", advice="x")
@@ -32,8 +32,10 @@ if kind == "crashing":
     print("first line", file=sys.stderr)
     print("Segmentation fault, most likely", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGKILL)
-if kind == "parent":
-    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+if kind in ("parent", "apart"):
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=kind == "apart"
+    )
     say("listening", url="http://127.0.0.1:1", worker=worker.pid)
 else:
     print("not json")
@@ -42,7 +44,7 @@ say("loading", done=1, total=2)
 if kind != "slow":
     say("ready")
 sys.stdin.buffer.read()  # the lifeline
-if kind == "deaf":
+if kind in ("deaf", "apart"):
     time.sleep(600)
 """
 
@@ -120,13 +122,13 @@ def test_the_next_death_is_reported_once(tmp_path: Path, program: tuple[str, ...
         assert supervisor.next_death([first]) is children[0]
 
 
-@pytest.mark.parametrize("kind", ["deaf", "stopped", "parent"])
+@pytest.mark.parametrize("kind", ["deaf", "stopped", "parent", "apart"])
 def test_what_does_not_end_is_killed_with_its_workers(tmp_path: Path, program: tuple[str, ...], kind: str) -> None:
     with Supervisor(tmp_path, lambda c: None, program=program, stop_s=0.3) as supervisor:
         child = supervisor.start(Part("node-1", ("ok" if kind == "stopped" else kind,)))
         supervisor.until_ready([child], within_s=20)
         pids = [child.process.pid, *(p.pid for p in psutil.Process(child.process.pid).children())]
-        assert len(pids) == (2 if kind == "parent" else 1)
+        assert len(pids) == (2 if kind in ("parent", "apart") else 1)
         if kind == "stopped":
             os.kill(child.process.pid, signal.SIGSTOP)
     until(lambda: all(is_gone(pid) for pid in pids))

@@ -113,8 +113,17 @@ class Child:
 
     def kill_group(self) -> None:
         """The part and whatever it started; also after its own end, when a worker may be left."""
+        import psutil
+
+        # Engine workers lead groups of their own; they end with their Node, but one that hangs does not.
+        below: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            below = [] if self.ended else psutil.Process(self.process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        for process in below:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def death(child: Child) -> ShardlineError:

@@ -235,7 +235,7 @@ def pieces_of(tokenizer: Tokenizer, size: int) -> list[bytes]:
     added = {token: entry.content for token, entry in tokenizer.get_added_tokens_decoder().items()}
     pieces = [b""] * size
     if "ByteLevel" in kinds:
-        alphabet: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+        alphabet: dict[int, str] = bytes_to_unicode()
         spell: Callable[[str], bytes] = _ByteLevel({char: byte for byte, char in alphabet.items()})
     elif "Metaspace" in kinds or any(_replaces_space(step) for step in steps):
         spell = _SentencePiece("ByteFallback" in kinds)

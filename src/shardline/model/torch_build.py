@@ -200,7 +200,7 @@ def cut(skeleton: Skeleton, first: int, last: int) -> None:
     for index, layer in enumerate(layers):
         for module in layer.modules():
             if getattr(module, "layer_idx", None) == first + index:
-                module.layer_idx = index
+                vars(module)["layer_idx"] = index
     setattr(decoder, skeleton.layers_name, layers)
     decoder.config = cut_config(skeleton.config, first, last)
     if first > 0:

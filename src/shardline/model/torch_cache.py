@@ -90,25 +90,27 @@ def save(cache: DynamicCache, shard: str) -> bytes:
         for index, layer in enumerate(cache.layers):
             tensors[f"{index}.keys"] = layer.keys.contiguous()
             tensors[f"{index}.values"] = layer.values.contiguous()
-    return bytes(save_tensors(tensors, {"form": FORM, "shard": shard, "tokens": str(tokens)}))
+    # One entry only: the writer keeps no order among several, and a state shall have the same bytes every time.
+    return bytes(save_tensors(tensors, {"slot": f"{FORM} {tokens} {shard}"}))
 
 
 def restore(cache: DynamicCache, state: bytes, shard: str, forms: tuple[LayerForm, ...]) -> None:
     """Fill an empty cache from what `save` gave; `snapshot_invalid` for what is damaged, or not of this Shard."""
-    metadata, tensors = _read(state)
-    if metadata.get("form") != FORM or metadata.get("shard") != shard:
+    label, tensors = _read(state)
+    form, _, rest = label.partition(" ")
+    count, _, owner = rest.partition(" ")
+    if form != FORM or owner != shard:
         raise _invalid("it is of another Shard")
-    try:
-        tokens = int(metadata["tokens"])
-    except (KeyError, ValueError):
-        raise _invalid("it does not say how many tokens it holds") from None
+    if not count.isdecimal():
+        raise _invalid("it does not say how many tokens it holds")
+    tokens = int(count)
     expected = {
         f"{index}.{part}": ((1, shape[0], form.kept(tokens), shape[1]), form.dtype)
         for index, form in enumerate(forms)
         for part, shape in (("keys", form.keys), ("values", form.values))
         if tokens
     }
-    if tokens < 0 or {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} != expected:
+    if {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} != expected:
         raise _invalid("its tensors are not those of this Shard")
     for index, layer in enumerate(cache.layers if tokens else ()):
         keys, values = tensors[f"{index}.keys"], tensors[f"{index}.values"]
@@ -118,10 +120,10 @@ def restore(cache: DynamicCache, state: bytes, shard: str, forms: tuple[LayerFor
             layer.cumulative_length = tokens
 
 
-def _read(state: bytes) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def _read(state: bytes) -> tuple[str, dict[str, torch.Tensor]]:
     try:
         header = parse_header(state, len(state))
-        return dict(header.metadata), load_tensors(state)
+        return header.metadata.get("slot", ""), load_tensors(state)
     except (ShardlineError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise _invalid(f"it is damaged ({error!s:.100})") from None
 

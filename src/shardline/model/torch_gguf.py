@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
@@ -135,31 +136,33 @@ def _check_widths(config: PreTrainedConfig, stated: Mapping[str, Value], archite
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for key in _HEAD_WIDTHS:
         if stated.get(key, width) != width:
-            raise _unsupported(architecture, f"{key} is {stated[key]}, but a head has the width {width}")
+            raise _unsupported(architecture, f"{key} is {stated[key]!r:.40}, but a head has the width {width}")
 
 
 def load_gguf(header: GGUFHeader, path: Path, weights: ShardWeights) -> None:
     """Fill the Shard's parameters. Raises `model_file_invalid` with the name of what is missing, unexpected or odd."""
     architecture = header.text("general.architecture")
     skeleton = weights.skeleton
-    transform = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=skeleton.config.to_dict())
-    names = _names(skeleton, transform, architecture)
+    transform = Transform(skeleton, architecture)
     jobs: dict[str, list[TensorInfo]] = {}
     for name, info in header.tensors.items():
-        target = _target(name, names)
+        target = transform.target(name)
         if target is not None:
             jobs.setdefault(target, []).append(info)
         elif name != _ROPE_FACTORS:
             weights.check_known(_as_parameter(name, skeleton), name)
-    _check_complete(jobs, names, weights)
-    weights.plan(jobs)
+    weights.plan(jobs, called=transform.parts)
+    for target, infos in jobs.items():
+        absent = set(transform.parts[target]) - {_stem(info.name) for info in infos}
+        if absent and weights.wants(target):
+            raise file_invalid(f"{min(absent)} is missing in the model file", tensors=sorted(absent))
     with OpenFiles() as files:
+        stored = partial(_stored, files, path)
         for target, infos in jobs.items():
             if weights.wants(target):
-                _fill(target, [_stored(info, path, files) for info in infos], transform, names, weights)
+                _fill(target, infos, stored, transform, weights)
         if _ROPE_FACTORS in header.tensors:
-            factors = _stored(header.tensors[_ROPE_FACTORS], path, files).load(torch.float32)
-            _divide_frequencies(skeleton, factors, architecture)
+            _divide_frequencies(skeleton, stored(header.tensors[_ROPE_FACTORS]).load(torch.float32), architecture)
 
 
 class _Names:
@@ -175,21 +178,73 @@ class _Names:
         return ()
 
 
-def _names(skeleton: Skeleton, transform: TensorProcessor, architecture: str) -> dict[str, str]:
+def _names(skeleton: Skeleton, layout: TensorProcessor, architecture: str) -> dict[str, str]:
     """GGUF tensor name -> parameter name, as transformers has it."""
     kind, count = str(skeleton.config.model_type), skeleton.n_layers
     names = list(skeleton.model.state_dict())
     prefix = f"{skeleton.decoder_name}."
     inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     try:
-        found = get_gguf_hf_weights_map(_Names(inner), transform, kind, count, prefix)
-        return found | get_gguf_hf_weights_map(_Names(names), transform, kind, count)
+        found: dict[str, str] = get_gguf_hf_weights_map(_Names(inner), layout, kind, count, prefix)
+        found.update(get_gguf_hf_weights_map(_Names(names), layout, kind, count))
     except NotImplementedError:
         raise _unsupported(architecture, "the gguf package has no names for it") from None
+    return found
 
 
-def _target(name: str, names: Mapping[str, str]) -> str | None:
-    return names.get(name) or names.get(name.removesuffix(".weight"))
+def _stem(name: str) -> str:
+    """A tensor's name without the suffix that transformers' map leaves out for experts."""
+    return name.removesuffix(".weight")
+
+
+Stored = Callable[[TensorInfo], StoredTensor]
+
+
+class Transform:
+    """transformers' names and changes of layout for one GGUF architecture."""
+
+    def __init__(self, skeleton: Skeleton, architecture: str) -> None:
+        kind = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+        self._layout = kind(config=skeleton.config.to_dict())
+        self._names = _names(skeleton, self._layout, architecture)
+        self._targets = {_stem(name): target for name, target in self._names.items()}
+        self.parts: dict[str, list[str]] = {}
+        """Parameter name -> the tensors that make it, as `_stem` calls them."""
+        for stem, target in self._targets.items():
+            self.parts.setdefault(target, []).append(stem)
+
+    def target(self, name: str) -> str | None:
+        """The parameter that the tensor `name` makes, alone or with others."""
+        return self._targets.get(_stem(name))
+
+    def leaves(self, info: TensorInfo) -> bool:
+        """Whether the tensor is taken as it is: asked with an array of its shape that takes no memory."""
+        if len(info.shape) > 2:
+            return False
+        empty = np.broadcast_to(np.float32(0), tuple(reversed(info.shape)))
+        result = self._process(empty, info.name, {})
+        return result.weights is empty and result.name == info.name
+
+    def apply(self, target: str, sources: list[StoredTensor]) -> torch.Tensor:
+        """The values of the parameter `target`, float32."""
+        held: dict[str, torch.Tensor] = {}
+        made: torch.Tensor | None = None
+        for source in sources:
+            result = self._process(source.load(torch.float32).numpy(), source.name, held)
+            if result.name is not None:
+                made = torch.from_numpy(np.ascontiguousarray(result.weights))
+        made = held.get(target, made)
+        if made is None:
+            raise file_invalid(f"transformers makes nothing of the tensors for {target}")
+        return made
+
+    def _process(self, values: npt.NDArray[np.float32], name: str, held: dict[str, torch.Tensor]) -> Any:
+        try:
+            return self._layout.process(
+                values, name=name, tensor_key_mapping=self._names, parsed_parameters={"tensors": held}
+            )
+        except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
+            raise file_invalid(f"tensor {name} does not fit the model: {error!s:.200}", tensors=[name]) from None
 
 
 def _as_parameter(name: str, skeleton: Skeleton) -> str:
@@ -198,32 +253,19 @@ def _as_parameter(name: str, skeleton: Skeleton) -> str:
     return f"{skeleton.decoder_name}.{skeleton.layers_name}.{place}.{name}" if isinstance(place, int) else name
 
 
-def _check_complete(jobs: Mapping[str, list[TensorInfo]], names: Mapping[str, str], weights: ShardWeights) -> None:
-    """A parameter that is made of several tensors needs all of them."""
-    parts = Counter(names.values())
-    for target, infos in jobs.items():
-        if len(infos) != parts[target] and weights.skeleton.layer_of(target) is not None:
-            there = {info.name.removesuffix(".weight") for info in infos}
-            absent = [n for n, t in names.items() if t == target and n.removesuffix(".weight") not in there]
-            raise file_invalid(f"tensor {', '.join(absent)} is missing in the model file", tensors=absent)
-
-
-def _stored(info: TensorInfo, path: Path, files: OpenFiles) -> StoredTensor:
-    shape = tuple(reversed(info.shape))
+def _stored(files: OpenFiles, path: Path, info: TensorInfo) -> StoredTensor:
     plain = _PLAIN.get(info.type)
     if plain is not None:
         fill = partial(fill_plain, files, path, info.offset, plain)
-        return StoredTensor(info.name, shape, plain, info.nbytes, fill, partial(_slice, info, path, files))
-    fill = partial(_fill_blocks, files, path, info)
-    return StoredTensor(info.name, shape, torch.float32, info.nbytes, fill, partial(_slice, info, path, files))
+    else:
+        fill = partial(_fill_blocks, files, path, info)
+    return StoredTensor(info.name, tuple(reversed(info.shape)), plain or torch.float32, info.nbytes, fill)
 
 
-def _slice(info: TensorInfo, path: Path, files: OpenFiles, index: int) -> StoredTensor:
+def _entry(info: TensorInfo, index: int) -> TensorInfo:
     """Entry `index` of the outermost dimension, as a tensor whose outermost dimension is 1."""
-    count = info.shape[-1]
-    nbytes = info.nbytes // count
-    part = replace(info, shape=(*info.shape[:-1], 1), offset=info.offset + index * nbytes, nbytes=nbytes)
-    return _stored(part, path, files)
+    nbytes = info.nbytes // info.shape[-1]
+    return replace(info, shape=(*info.shape[:-1], 1), offset=info.offset + index * nbytes, nbytes=nbytes)
 
 
 def _fill_blocks(files: OpenFiles, path: Path, info: TensorInfo, out: torch.Tensor) -> None:
@@ -237,7 +279,7 @@ def _fill_blocks(files: OpenFiles, path: Path, info: TensorInfo, out: torch.Tens
     buffer = np.empty((min(step, rows), row_bytes), dtype=np.uint8)
     for start in range(0, rows, step):
         part = buffer[: min(step, rows - start)]
-        files.read(path, info.offset + start * row_bytes, memoryview(part).cast("B"))
+        files.read(path, info.offset + start * row_bytes, part.data.cast("B"))
         try:
             values = dequantize(part, kind)
         except NotImplementedError:
@@ -249,57 +291,24 @@ def _fill_blocks(files: OpenFiles, path: Path, info: TensorInfo, out: torch.Tens
             target.copy_(torch.from_numpy(values))
 
 
-def _fill(
-    target: str,
-    sources: list[StoredTensor],
-    transform: TensorProcessor,
-    names: Mapping[str, str],
-    weights: ShardWeights,
-) -> None:
+def _fill(target: str, infos: list[TensorInfo], stored: Stored, transform: Transform, weights: ShardWeights) -> None:
     """One parameter from the tensors that make it, with transformers' changes of layout in between."""
-    if len(sources) == 1 and _is_unchanged(sources[0], transform, names):
-        weights.read(target, sources[0])
+    if len(infos) == 1 and transform.leaves(infos[0]):
+        weights.read(target, stored(infos[0]))
         return
-    if len(sources[0].shape) < 3:
-        weights.put(target, _transformed(target, sources, transform, names))
+    if len(infos[0].shape) < 3:
+        weights.put(target, transform.apply(target, [stored(info) for info in infos]))
         return
     # A stack of matrices (experts): one at a time, so that little is held twice.
     result = weights.empty(target)
-    for index in range(sources[0].shape[0]):
-        one = _transformed(target, [source.slice(index) for source in sources], transform, names)
-        if one.shape[1:] != result.shape[1:] or any(source.shape[0] != len(result) for source in sources):
-            raise file_invalid(f"the tensors for {target} do not fit it", tensors=[s.name for s in sources])
+    if any(info.shape[-1] != len(result) for info in infos):
+        raise file_invalid(f"the tensors for {target} do not fit it", tensors=[info.name for info in infos])
+    for index in range(len(result)):
+        one = transform.apply(target, [stored(_entry(info, index)) for info in infos])
+        if one.shape[1:] != result.shape[1:]:
+            raise file_invalid(f"the tensors for {target} do not fit it", tensors=[info.name for info in infos])
         result[index] = one[0]
     weights.put(target, result)
-
-
-def _is_unchanged(source: StoredTensor, transform: TensorProcessor, names: Mapping[str, str]) -> bool:
-    """Whether transformers takes this tensor as it is: asked with an array of its shape that takes no memory."""
-    if len(source.shape) > 2:
-        return False
-    empty = np.broadcast_to(np.float32(0), source.shape)
-    held: dict[str, Any] = {"tensors": {}}
-    result = transform.process(empty, name=source.name, tensor_key_mapping=names, parsed_parameters=held)
-    return result.weights is empty and result.name == source.name
-
-
-def _transformed(
-    target: str, sources: list[StoredTensor], transform: TensorProcessor, names: Mapping[str, str]
-) -> torch.Tensor:
-    held: dict[str, Any] = {"tensors": {}}
-    made: torch.Tensor | None = None
-    for source in sources:
-        values = source.load(torch.float32).numpy()
-        try:
-            result = transform.process(values, name=source.name, tensor_key_mapping=names, parsed_parameters=held)
-        except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
-            raise file_invalid(f"tensor {source.name} does not fit the model: {error!s:.200}") from None
-        if result.name is not None:
-            made = torch.from_numpy(np.ascontiguousarray(result.weights))
-    made = held["tensors"].get(target, made)
-    if made is None:
-        raise file_invalid(f"transformers makes nothing of the tensors for {target}")
-    return made
 
 
 def _divide_frequencies(skeleton: Skeleton, factors: torch.Tensor, architecture: str) -> None:

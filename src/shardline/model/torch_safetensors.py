@@ -58,11 +58,11 @@ def read_config(folder: SafetensorsFolder) -> PreTrainedConfig:
 
 def checkpoint_dtype(folder: SafetensorsFolder, config: PreTrainedConfig) -> torch.dtype:
     """The dtype that the checkpoint is meant to run in: its configuration's, else that of its first real tensor."""
-    dtype = config.dtype
+    dtype: object = config.dtype
     if not isinstance(dtype, torch.dtype):
         names = (info.dtype for info in folder.tensors.values() if info.dtype.startswith(("F", "BF")))
         dtype = DTYPES.get(next(names, "F32"))
-    if dtype not in ENGINE_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in ENGINE_DTYPES:
         raise file_invalid(f"the checkpoint has the dtype {dtype}; choose float32, bfloat16 or float16 for the engine")
     return dtype
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +44,6 @@ class StoredTensor:
     """In the file."""
     fill: Callable[[torch.Tensor], None]
     """Read it into a contiguous tensor of `shape` and of any floating dtype."""
-    slice: Callable[[int], StoredTensor] | None = None
-    """Entry of the outermost dimension, as a tensor of its own with 1 there."""
 
     def load(self, dtype: torch.dtype) -> torch.Tensor:
         result = torch.empty(self.shape, dtype=dtype)
@@ -85,7 +83,7 @@ class OpenFiles:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor, writable."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def fill_plain(files: OpenFiles, path: Path, offset: int, dtype: torch.dtype, out: torch.Tensor) -> None:
@@ -113,6 +111,7 @@ class ShardWeights:
         self._given: dict[str, list[str]] = {}
         self._shared: dict[str, str] = {}
         self._progress = progress
+        self._done = self._total = 0
 
     @property
     def skeleton(self) -> Skeleton:
@@ -128,10 +127,11 @@ class ShardWeights:
         """Bytes of what is filled; a matrix that is used twice counts once."""
         return sum(t.nbytes for t in {id(t): t for t in self._filled.values()}.values())
 
-    def plan(self, available: Iterable[str]) -> None:
+    def plan(self, available: Iterable[str], called: Mapping[str, Sequence[str]] | None = None) -> None:
         """Tell which parameters of the model the file holds; to be called once, before anything is read.
 
-        Raises `model_file_invalid` with the names of those that the Shard needs and the file does not have.
+        Raises `model_file_invalid` with the names of those that the Shard needs and the file does not have; `called`
+        has the names that the file would have for them, where they are others.
         """
         available = set(available)
         self._given = {name: [name] for name in available if name in self._wanted}
@@ -144,9 +144,11 @@ class ShardWeights:
                 elif other in available:
                     self._given.setdefault(other, []).append(name)
         found = {name for names in self._given.values() for name in names}
+        self._total = sum(self._meta[name].numel() * self._wanted[name].itemsize for name in found)
         missing = [n for n in self._wanted if n not in found and self._shared.get(n) not in found]
         if missing:
-            raise file_invalid(f"{_some(missing)} missing in the model file", tensors=missing[:20])
+            names = [stored for name in missing for stored in (called or {}).get(name, [name])]
+            raise file_invalid(f"{_some(names)} missing in the model file", tensors=names[:20])
 
     def wants(self, name: str) -> bool:
         """Whether the file's values for the model's parameter `name` are to be read."""
@@ -186,8 +188,9 @@ class ShardWeights:
             if target in self._filled:
                 raise file_invalid(f"two tensors for {target}", tensors=[target])
             self._set(target, values.to(self._wanted[target]).contiguous())
+            self._done += self._filled[target].nbytes
         if self._progress is not None:
-            self._progress(self.nbytes, sum(self._meta[n].numel() * d.itemsize for n, d in self._wanted.items()))
+            self._progress(self._done, self._total)
 
     def finish(self) -> None:
         """Share tied parameters and check that nothing of the Shard is left without values."""

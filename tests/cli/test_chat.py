@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+import termios
 from typing import Any
 
 import pytest
@@ -98,3 +103,30 @@ def test_no_model_yet(stage) -> None:
 
 def test_json_needs_a_message() -> None:
     assert CliRunner().invoke(cli, ["chat", "--json"]).exit_code == 2
+
+
+def test_on_a_terminal_the_account_is_redrawn_and_the_answer_stays_whole(stage, event: dict[str, Any]) -> None:
+    answering(stage, event)
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (30, 100))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardline", "chat", "-m", "hi", "--gateway", stage.url],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    except OSError:
+        pass  # The end of a terminal whose other side has closed.
+    finally:
+        os.close(ours)
+    assert process.wait(10) == 0
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r", "").splitlines()[-8:]
+    assert "Hello" in last
+    assert any(line.split() == ["phase", "completed"] for line in last)
+    assert any("n-0 0:15 → n-1 15:30" in line for line in last)

@@ -95,7 +95,7 @@ CATALOGUE: dict[str, Fault] = {
     ),
     "layers_invalid": Fault(400, INVALID, False, "Give a half-open range inside the model, such as 0:15."),
     "memory_insufficient": Fault(507, SERVER, False, "Give the Node fewer layers, or a machine with more memory."),
-    "address_in_use": Fault(409, INVALID, False, "Stop the other process, or choose another port."),
+    "address_in_use": Fault(409, INVALID, False, "Stop the other process, or choose another port (--port)."),
     "insecure_listener": Fault(
         400, INVALID, False, "Bind to loopback, or give --insecure-plain-http and a credential."
     ),

@@ -21,7 +21,7 @@ import uvloop
 from shardline.errors import ShardlineError
 from shardline.options import StartPhase
 
-FORCED_S = 3.0
+FORCED_S = 6.0
 """A process that was told to stop has the drain time plus this long; then it ends the hard way."""
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from shardline.errors import CATALOGUE, ShardlineError
 
 POLL_S = 0.05
-STOP_S = 3.0
+STOP_S = 4.0
 """How long one wave of parts may take to end after SIGTERM; then their process groups are killed."""
 _LOG_LINES = 8
 _LOG_TAIL_BYTES = 16 << 10

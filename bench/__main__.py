@@ -24,7 +24,7 @@ from shardline.cli.demo_model import demo_model
 
 ALONE = {"transformers alone": False, "the same, idle threads sleep": True}
 PROMPT = "A shard is a piece of something larger. Here is what I know about shards, one sentence after the other:"
-LONG = PROMPT + " It may be sharp, and it may be part of a whole." * 60
+LONG = PROMPT + " It may be sharp, and it may be part of a whole." * 25
 
 
 def measure_rates(folder: Path, model: Path, threads: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -104,6 +104,11 @@ def main() -> None:
             print(f"  hop, from a result to the next engine's start: p50 {hop['hop_p50_us']:.0f} us,", end=" ")
             print(f"p99 {hop['hop_p99_us']:.0f} us ({hop['hops']:.0f} hops)")
             print(f"  whole step at the client: p50 {hop['step_p50_us']:.0f} us, p99 {hop['step_p99_us']:.0f} us")
+            print(
+                f"  with engines in worker processes, hand-over included: hop p50 {hop['worker_hop_p50_us']:.0f} us,",
+                end=" ",
+            )
+            print(f"step p50 {hop['worker_step_p50_us']:.0f} us, p99 {hop['worker_step_p99_us']:.0f} us")
         if given.only != "hops":
             model = given.model or demo_model()
             print(f"\nTokens/s: {model.name}, {given.rounds} rounds of {given.tokens} tokens", flush=True)

@@ -18,7 +18,7 @@ from bench.figures import quantile
 from bench.running import Running
 from shardline.cli import cluster as parts
 from shardline.cli.config import resolve
-from shardline.cli.supervisor import Supervisor
+from shardline.cli.supervisor import PROGRAM, Supervisor
 
 WARM_UP = 50
 """Steps at the start of each generation that are not counted: connections open, code is loaded."""
@@ -58,34 +58,46 @@ def node_main(arguments: list[str]) -> None:
 
 def measure(folder: Path, steps: int, rounds: int) -> dict[str, float]:
     """Microseconds: p50 and p99 of a hop, and what a whole decode step of the route takes at the client."""
-    script = folder / "script.json"
-    script.write_text(json.dumps({"model": "bench", "n_layers": 2, "answer": ["a", "b"], "eos": False}))
-    state = folder / "hops"
-    configuration = resolve(flags={"state_dir": str(state)}, assignments=(), config=None, environ={})
-    shared = ["--state-dir", str(state), "--set", "drain_s=1"]
-    plan = parts.Plan(
-        port=0, model=script, ranges=[(0, 1), (1, 2)], node_arguments=("--engine", "scripted", "--inline")
-    )
     program = (sys.executable, "-m", "bench.hops", str(folder))
-    periods: list[float] = []
-    with Supervisor(state / "logs", lambda child: None, program=program) as supervisor:
-        running = parts.Cluster(supervisor, plan, print)
-        running.start(configuration, shared)
-        client = Running(running.gateway_url)
-        for _ in range(rounds):
-            timed = client.generate("x", steps)
-            periods += [1e6 * (b - a) for a, b in pairwise(timed.arrivals_s[WARM_UP:])]
-    hops = _hops(*(json.loads((folder / f"node-{i}.notes").read_text()) for i in (1, 2)))
+    periods, _ = _drive(folder / "inline", ("--inline",), program, steps, rounds)
+    hops = _between(*(json.loads((folder / f"node-{i}.notes").read_text()) for i in (1, 2)))
+    whole, compute_us = _drive(folder / "workers", (), PROGRAM, steps, rounds)
     return {
         "hop_p50_us": quantile(hops, 0.5),
         "hop_p99_us": quantile(hops, 0.99),
         "hops": float(len(hops)),
         "step_p50_us": quantile(periods, 0.5),
         "step_p99_us": quantile(periods, 0.99),
+        "worker_hop_p50_us": (quantile(whole, 0.5) - compute_us) / 2,
+        "worker_step_p50_us": quantile(whole, 0.5),
+        "worker_step_p99_us": quantile(whole, 0.99),
     }
 
 
-def _hops(head: list[tuple[int, int]], tail: list[tuple[int, int]]) -> list[float]:
+def _drive(
+    folder: Path, flags: tuple[str, ...], program: Sequence[str], steps: int, rounds: int
+) -> tuple[list[float], float]:
+    """Microseconds between tokens at the client, and what both engines together compute in a step."""
+    folder.mkdir()
+    script = folder / "script.json"
+    script.write_text(json.dumps({"model": "bench", "n_layers": 2, "answer": ["a", "b"], "eos": False}))
+    configuration = resolve(flags={"state_dir": str(folder)}, assignments=(), config=None, environ={})
+    shared = ["--state-dir", str(folder), "--set", "drain_s=1"]
+    plan = parts.Plan(port=0, model=script, ranges=[(0, 1), (1, 2)], node_arguments=("--engine", "scripted", *flags))
+    periods: list[float] = []
+    computed: list[float] = []
+    with Supervisor(folder / "logs", lambda child: None, program=program) as supervisor:
+        running = parts.Cluster(supervisor, plan, print)
+        running.start(configuration, shared)
+        client = Running(running.gateway_url)
+        for _ in range(rounds):
+            timed = client.generate("x", steps)
+            periods += [1e6 * (b - a) for a, b in pairwise(timed.arrivals_s[WARM_UP:])]
+            computed.append(1e3 * sum(hop["compute_ms"] or 0.0 for hop in timed.telemetry["route"]["hops"]))
+    return periods, quantile(computed, 0.5)
+
+
+def _between(head: list[tuple[int, int]], tail: list[tuple[int, int]]) -> list[float]:
     """Microseconds from each end to the next start on the other Node, in order of time."""
     events = sorted([(start, end, 0) for start, end in head] + [(start, end, 1) for start, end in tail])
     found = []

@@ -212,3 +212,36 @@ async def test_sessions_outlive_the_tracker(tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "tracker_unreachable")
         assert time.monotonic() - started < 6
         await cluster.until_free()
+
+
+async def test_telemetry_is_there_while_every_node_is_stopped(tmp_path: Path) -> None:
+    """The first event leaves before any Node is asked, even to tokenise; and the request still ends in time."""
+    async with scripted_cluster(tmp_path, layers=("0:3", "3:6")) as cluster:
+        await cluster.text("warm")
+        for node in cluster.nodes:
+            node.signal(signal.SIGSTOP)
+        request = asyncio.create_task(cluster.ask("anybody there?", stream=True))
+        async with asyncio.timeout(2):
+            while (
+                len(sessions := (await cluster.http.get(f"{cluster.gateway.url}/v1/route-sessions")).json()["sessions"])
+                < 2
+            ):
+                await asyncio.sleep(0.02)
+        newest = sessions[0]
+        assert (newest["phase"], newest["route"]) == ("queued", None)
+        url = f"{cluster.gateway.url}/v1/route-sessions/{newest['id']}/telemetry"
+        async with cluster.http.stream("GET", url) as events, asyncio.timeout(2):
+            async for line in events.aiter_lines():
+                if line.startswith("data: "):
+                    assert '"phase":"queued"' in line
+                    break
+        answer = await asyncio.wait_for(request, 12)
+        assert answer.status_code in (502, 503, 504), answer.text
+        assert (await cluster.session(newest["id"]))["phase"] == "failed"
+        for node in cluster.nodes:
+            node.signal(signal.SIGCONT)
+
+        async def served() -> bool:
+            return (await cluster.ask("again")).status_code == 200
+
+        await until(served, 10)

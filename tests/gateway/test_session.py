@@ -119,7 +119,7 @@ async def test_a_fault_of_an_engine_is_a_structured_failure(
 ) -> None:
     script = {**LONG, "faults": [{**fault, "flag": "once"}]}
     (tmp_path / "once").touch()
-    settings = msgspec.structs.replace(QUICK, worker_backoff_s=0.05)
+    settings = msgspec.structs.replace(QUICK, worker_backoff_s=0.05, prefill_chunk_max=16)
     async with local_cluster(tmp_path, script=script, settings=settings) as cluster:
         generation = cluster.start(prompt=40, max_tokens=30)
         with pytest.raises(ShardlineError) as caught:

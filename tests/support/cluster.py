@@ -60,7 +60,9 @@ class Process:
         async with asyncio.timeout(within_s):
             while phase not in self.phases:
                 if self._reader.done():
-                    raise AssertionError(f"{self.name} ended before {phase}: {self.facts}\n{self.log.read_text()[-3000:]}")
+                    raise AssertionError(
+                        f"{self.name} ended before {phase}: {self.facts}\n{self.log.read_text()[-3000:]}"
+                    )
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -331,6 +333,34 @@ async def scripted_cluster(
         await gateway
         for node in cluster.nodes:
             await node.until("ready")
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+@asynccontextmanager
+async def model_cluster(
+    folder: Path,
+    model: Path,
+    *,
+    layers: Sequence[str],
+    settings: Json | None = None,
+    proxied: Sequence[int] = (),
+    node_arguments: Sequence[str] = (),
+) -> AsyncIterator[Cluster]:
+    """A cluster on the PyTorch engine, with one Node and one engine worker for each range of `layers`."""
+    cluster = Cluster(folder, settings or {})
+    try:
+        await cluster.start_tracker()
+        gateway = asyncio.create_task(cluster.start_gateway())
+        for number, span in enumerate(layers):
+            # One at a time: loading is bound by the two cores, and each has its limit.
+            flags = ["--engine", "torch", "--layers", span, *node_arguments]
+            node = await cluster.start_node(str(model), *flags, proxied=number in proxied)
+            await node.until("ready", 120)
+        await gateway
+        models = (await cluster.http.get(f"{cluster.gateway.url}/v1/models")).json()["data"]
+        cluster.model = models[0]["id"]
         yield cluster
     finally:
         await cluster.stop()

@@ -257,7 +257,18 @@ class Stand:
     url: str = ""
     http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=20, trust_env=False))
 
+    announced: dict[str, ShardlineError | str | None] = field(default_factory=dict)
+    """Announced sessions: "open", or the error (None: none) with which they were withdrawn."""
+
     # Implements Generations.
+
+    def announce(self, model: str, key_id: str) -> str:
+        session = f"rs-announced-{len(self.announced)}"
+        self.announced[session] = "open"
+        return session
+
+    def withdraw(self, session: str, error: ShardlineError | None) -> None:
+        self.announced[session] = error
 
     def start(self, request: GenerationRequest) -> ScriptedGeneration:
         acts = list(self.script(request))
@@ -299,6 +310,8 @@ class _Seam:
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
         self.start = stand.start
+        self.announce = stand.announce
+        self.withdraw = stand.withdraw
         self.models = stand.list_models
 
 

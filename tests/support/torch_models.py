@@ -157,7 +157,7 @@ def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Any:
 def reference_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
     made = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, eos_token_id=None, do_sample=False
     )
     tokens: list[int] = made[0, len(prompt) :].tolist()
     return tokens

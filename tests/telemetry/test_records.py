@@ -21,7 +21,9 @@ SETTINGS = Settings(record_limit=5, record_events=8, record_ttl_s=100.0)
 
 def a_route(hops: int = 2) -> Route:
     made = [
-        Hop(index=i, node=f"n-{i}", url="http://127.0.0.1:1", first=i, last=i + 1, engine_class="e", content_id="mac1-0")
+        Hop(
+            index=i, node=f"n-{i}", url="http://127.0.0.1:1", first=i, last=i + 1, engine_class="e", content_id="mac1-0"
+        )
         for i in range(hops)
     ]
     return Route(
@@ -49,7 +51,7 @@ def test_the_first_event_is_there_before_anything_happens() -> None:
         1,
         "queued",
         None,
-        {"done": 0, "total": 10, "chunk": None},
+        {"done": 0, "total": 10, "chunk": None, "cached": 0},
     )
 
 

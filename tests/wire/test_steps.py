@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -95,65 +96,67 @@ def test_the_byte_budget_of_a_decode_request() -> None:
     assert len(document([step], layout)) == one
 
 
-def broken(change: str) -> bytes:
-    body = document([a_step()])
+Header = dict[str, dict[str, Any]]
+
+
+def parts_of(body: bytes) -> tuple[Header, bytes]:
     (header_len,) = struct.unpack_from("<Q", body)
-    header = json.loads(body[8 : 8 + header_len])
-    data = body[8 + header_len :]
-    if change == "cut":
-        return body[:-1]
-    if change == "longer":
-        return body + b"x"
-    if change == "huge header":
-        return struct.pack("<Q", 2**63) + body[8:]
-    if change == "header over limit":
-        return struct.pack("<Q", 20_000) + b" " * 20_000
-    if change == "width":
-        header["hidden"]["shape"] = [1, 3]
-    if change == "dtype":
-        header["hidden"]["dtype"] = "F16"
-    if change == "unknown dtype":
-        header["hidden"]["dtype"] = "object"
-    if change == "five dimensions":
-        header["hidden"]["shape"] = [1, 1, 1, 1, 2]
-    if change == "overflowing shape":
-        header["entries"]["shape"] = [2**31, 2**31]
-    if change == "negative":
-        header["tokens"]["shape"] = [-1]
-    if change == "offsets":
-        header["hidden"]["data_offsets"] = [0, 8]
-    if change == "other layout":
-        header["__metadata__"]["layout"] = "0" * 16
-    if change == "no layout":
-        del header["__metadata__"]
-    if change == "extra tensor":
-        header["extra"] = {"dtype": "U8", "shape": [0], "data_offsets": [52, 52]}
-    if change == "missing tensor":
-        del header["hidden"]
-    if change == "rows of the entry":
-        data = data[:24] + struct.pack("<I", 2) + data[28:]
-    if change == "no rows":
-        data = data[:24] + struct.pack("<I", 0) + data[28:]
-    if change == "lane":
-        data = data[:29] + b"\x07" + data[30:]
-    if change == "flag":
-        data = data[:30] + b"\x00\x80" + data[32:]
-    if change == "reserved":
-        data = data[:39] + b"\x01" + data[40:]
+    return json.loads(body[8 : 8 + header_len]), body[8 + header_len :]
+
+
+def with_header(header: Header, data: bytes) -> bytes:
     raw = json.dumps(header).encode()
     return struct.pack("<Q", len(raw)) + raw + data
 
 
-@pytest.mark.parametrize(
-    "change",
-    "cut|longer|huge header|header over limit|width|dtype|unknown dtype|five dimensions|overflowing shape|negative|"
-    "offsets|other layout|no layout|extra tensor|missing tensor|rows of the entry|no rows|lane|flag|reserved".split(
-        "|"
+def field_changed(name: str, field: str, value: Any) -> bytes:
+    header, data = parts_of(document([a_step()]))
+    header.setdefault(name, {})[field] = value
+    return with_header(header, data)
+
+
+def tensor_dropped(name: str) -> bytes:
+    header, data = parts_of(document([a_step()]))
+    del header[name]
+    return with_header(header, data)
+
+
+def entry_changed(at: int, value: bytes) -> bytes:
+    header, data = parts_of(document([a_step()]))
+    return with_header(header, data[:at] + value + data[at + len(value) :])
+
+
+BROKEN = {
+    "cut": document([a_step()])[:-1],
+    "longer": document([a_step()]) + b"x",
+    "huge header": struct.pack("<Q", 2**63) + document([a_step()])[8:],
+    "header over the limit": struct.pack("<Q", 20_000) + b" " * 20_000,
+    "width": field_changed("hidden", "shape", [1, 3]),
+    "dtype": field_changed("hidden", "dtype", "F16"),
+    "unknown dtype": field_changed("hidden", "dtype", "object"),
+    "five dimensions": field_changed("hidden", "shape", [1, 1, 1, 1, 2]),
+    "overflowing shape": field_changed("entries", "shape", [2**31, 2**31]),
+    "negative": field_changed("tokens", "shape", [-1]),
+    "offsets": field_changed("hidden", "data_offsets", [0, 8]),
+    "other layout": field_changed("__metadata__", "layout", "0" * 16),
+    "no layout": tensor_dropped("__metadata__"),
+    "extra tensor": with_header(
+        {**parts_of(document([a_step()]))[0], "extra": {"dtype": "U8", "shape": [0], "data_offsets": [52, 52]}},
+        parts_of(document([a_step()]))[1],
     ),
-)
+    "missing tensor": tensor_dropped("hidden"),
+    "more rows than there are": entry_changed(24, struct.pack("<I", 2)),
+    "no rows": entry_changed(24, struct.pack("<I", 0)),
+    "lane": entry_changed(29, b"\x07"),
+    "flag": entry_changed(30, b"\x00\x80"),
+    "reserved": entry_changed(39, b"\x01"),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN)
 def test_a_document_that_does_not_fit_is_refused(change: str) -> None:
     with pytest.raises(ShardlineError) as caught:
-        decode(broken(change), HIDDEN)
+        decode(BROKEN[change], HIDDEN)
     assert caught.value.code == "frame_invalid"
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -70,24 +71,36 @@ class Completions:
         """`POST /v1/chat/completions`."""
         request = await _decoded(chat_request, body)
         model = await self.model(request.asked.model)
-        vocabulary = await self._texts.vocabulary(model)
-        asked = check_vocabulary(request.asked, [], _ids(model, vocabulary))
-        text = await self._templates.prompt(vocabulary, request.messages, continued=request.continued)
-        # The template alone decides what stands around the text, BOS too.
-        tokens = await self._texts.tokenize(model, vocabulary, text, add_special=False, param="messages")
-        if not tokens:
-            raise ShardlineError("template_error", "the chat template makes an empty prompt", param="messages")
-        return self._prepared(asked, model, vocabulary, [tokens], [""], key_id, param="messages")
+        with self._announced(model, key_id) as session:
+            vocabulary = await self._texts.vocabulary(model)
+            asked = check_vocabulary(request.asked, [], _ids(model, vocabulary))
+            text = await self._templates.prompt(vocabulary, request.messages, continued=request.continued)
+            # The template alone decides what stands around the text, BOS too.
+            tokens = await self._texts.tokenize(model, vocabulary, text, add_special=False, param="messages")
+            if not tokens:
+                raise ShardlineError("template_error", "the chat template makes an empty prompt", param="messages")
+            return self._prepared(asked, model, vocabulary, [tokens], [""], session, key_id, param="messages")
 
     async def text(self, body: bytes, key_id: str) -> Prepared:
         """`POST /v1/completions`."""
         request = await _decoded(text_request, body)
         model = await self.model(request.asked.model)
-        vocabulary = await self._texts.vocabulary(model)
-        asked = check_vocabulary(request.asked, request.prompts, _ids(model, vocabulary))
-        prompts = [await self._tokens(model, vocabulary, prompt, request.suffix) for prompt in request.prompts]
-        echoes = [_echo(prompt, vocabulary) if request.echo else "" for prompt in request.prompts]
-        return self._prepared(asked, model, vocabulary, prompts, echoes, key_id, param="prompt")
+        with self._announced(model, key_id) as session:
+            vocabulary = await self._texts.vocabulary(model)
+            asked = check_vocabulary(request.asked, request.prompts, _ids(model, vocabulary))
+            prompts = [await self._tokens(model, vocabulary, prompt, request.suffix) for prompt in request.prompts]
+            echoes = [_echo(prompt, vocabulary) if request.echo else "" for prompt in request.prompts]
+            return self._prepared(asked, model, vocabulary, prompts, echoes, session, key_id, param="prompt")
+
+    @contextmanager
+    def _announced(self, model: ModelInfo, key_id: str) -> Iterator[str]:
+        """The first choice's Route Session has its record from here on, before a Node is asked for anything."""
+        session = self._generations.announce(model.model, key_id)
+        try:
+            yield session
+        except BaseException as error:
+            self._generations.withdraw(session, error if isinstance(error, ShardlineError) else None)
+            raise
 
     async def model(self, name: str) -> ModelInfo:
         """The served model of this name; never another one."""
@@ -137,6 +150,7 @@ class Completions:
         vocabulary: Vocabulary,
         prompts: Sequence[list[int]],
         echoes: Sequence[str],
+        session: str,
         key_id: str,
         *,
         param: str,
@@ -152,8 +166,9 @@ class Completions:
                 ),
                 stop=asked.stop,
                 key_id=key_id,
+                session=session if number == choice == 0 else None,
             )
-            for tokens, limit in zip(prompts, limits, strict=True)
+            for number, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
             for choice in range(asked.n)
         ]
         chat = param == "messages"

@@ -32,6 +32,8 @@ from shardline.wire.telemetry import TelemetryEvent
 
 log = structlog.get_logger(__name__)
 _MODELS_FRESH_S = 1.0
+_CLOSE_S = 0.25
+"""How long the end of an answer waits for the last numbers of its Nodes."""
 
 
 class RunningGeneration:
@@ -179,7 +181,10 @@ class RunningGeneration:
             prefill.cancel()
         finished = session.finished
         if finished is not None:
-            self._record.enter("completed")  # whoever reads the last event finds the record so
+            # Whoever reads the last event finds the record whole and the KV free, unless a Node is slow to close.
+            closing = tasks.create_task(session.close())
+            await asyncio.wait({closing}, timeout=_CLOSE_S)
+            self._record.enter("completed")
             self._emit(FinishedEvent(reason=finished.reason, generated=finished.generated))
 
     async def _open(self, tasks: asyncio.TaskGroup) -> RouteSession:
@@ -273,11 +278,28 @@ class RouteGenerations:
             finally:
                 self._tasks = None  # generations that end now tell nobody any more
 
+    def announce(self, model: str, key_id: str) -> str:
+        """Begin the record of a Route Session whose prompt is not known yet: its first event is there before any
+        Node is asked, also to tokenise. Returns its id, for `GenerationRequest.session`."""
+        return self.records.new(key_id=key_id, model=model, prompt_tokens=0).id
+
+    def withdraw(self, session: str, error: ShardlineError | None) -> None:
+        """An announced session does not come to be: refused with `error`, or left by its client."""
+        record = self.records.running(session)
+        if record is not None and error is not None:
+            record.fail(error)
+        elif record is not None:
+            record.enter("cancelled")
+
     def start(self, request: GenerationRequest) -> RunningGeneration:
-        """Begin at once; the first telemetry event is there before any Node is asked."""
+        """Begin at once, as the announced session where there is one."""
         if self._tasks is None:
             raise RuntimeError("the generations do not run")
-        record = self.records.new(key_id=request.key_id, model=request.model, prompt_tokens=len(request.prompt))
+        tokens = len(request.prompt)
+        record = None if request.session is None else self.records.running(request.session)
+        if record is None:
+            record = self.records.new(key_id=request.key_id, model=request.model, prompt_tokens=tokens)
+        record.prompt_tokens = tokens
         generation = RunningGeneration(self, request, record)
         if self._draining:
             generation.shut_down()

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from shardline.errors import ShardlineError
 from shardline.wire.messages import ModelInfo, Sampling, Token
 from shardline.wire.telemetry import TelemetryEvent
 
@@ -30,7 +31,8 @@ class GenerationRequest:
     """For the record only: stop strings are matched above this seam, which then calls `Generation.stop`."""
     key_id: str
     """The principal: sees and cancels its own sessions only."""
-    include_stop_text: bool = False
+    session: str | None = None
+    """Id of an announced Route Session that this becomes; None: a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,12 @@ class Generation(Protocol):
 
 class Generations(Protocol):
     """What can be generated here."""
+
+    def announce(self, model: str, key_id: str) -> str:
+        """Begin the record of a Route Session before its prompt is known, and before any Node is asked; its id."""
+
+    def withdraw(self, session: str, error: ShardlineError | None) -> None:
+        """An announced session does not come to be: refused with `error`, or (None) left by its client."""
 
     def start(self, request: GenerationRequest) -> Generation:
         """Queue the choice. Raises nothing: a refusal comes out of the Generation."""

@@ -184,37 +184,39 @@ class RouteSession:
         self._changed.set()
 
     def _take(self, line: _Line, event: StreamEvent) -> None:
+        is_tail = line.hop.index == len(self._lines) - 1
+        match event:
+            case Token():
+                if is_tail and self.failure is None and not self._closing:
+                    self._check_token(line, event)
+            case Beat() | Progress():
+                self._advanced(line, event, is_tail)
+            case Opened():
+                line.opened = True
+                self._moved = line.heard
+            case Finished():
+                if is_tail and self.failure is None:
+                    self.finished = event
+            case Failed():
+                line.ended = True
+                self._node_failed(line, event)
+            case Closed():
+                line.closed = line.ended = True
+                if not self._closing and self.failure is None and not self._pending_verdict:
+                    self._fail(self._lost(line, "closed the session by itself"))
+
+    def _advanced(self, line: _Line, event: Beat | Progress, is_tail: bool) -> None:
+        """A Node says how far it is."""
         index = line.hop.index
-        is_tail = index == len(self._lines) - 1
-        if isinstance(event, Token):
-            if is_tail and self.failure is None and not self._closing:
-                self._check_token(line, event)
-        elif isinstance(event, Beat):
-            self._record.hop_times(index, event.times)
+        self._record.hop_times(index, event.times)
+        if event.position > line.position:
+            line.position = event.position
+            self._moved = line.heard
+        if isinstance(event, Beat):
             self._record.hop_health(index, "ok")
             self._record.seam(index, event.prefill, event.decode)
-            if event.position > line.position:
-                line.position = event.position
-                self._moved = line.heard
-            if is_tail:
-                self._record.prefilled(event.position)
-        elif isinstance(event, Progress):
-            self._moved = line.heard
-            self._record.hop_times(index, event.times)
+        if is_tail:
             self._record.prefilled(event.position)
-        elif isinstance(event, Opened):
-            line.opened = True
-            self._moved = line.heard
-        elif isinstance(event, Finished):
-            if is_tail and self.failure is None:
-                self.finished = event
-        elif isinstance(event, Failed):
-            line.ended = True
-            self._node_failed(line, event)
-        elif isinstance(event, Closed):
-            line.closed = line.ended = True
-            if not self._closing and self.failure is None and not self._pending_verdict:
-                self._fail(self._lost(line, "closed the session by itself"))
 
     def _check_token(self, line: _Line, token: Token) -> None:
         if not 0 <= token.id < self.route.vocab_size:

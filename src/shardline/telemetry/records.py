@@ -259,6 +259,11 @@ class Records:
             del self._records[record_id]
             surplus -= 1
 
+    def running(self, record_id: str) -> Record | None:
+        """The record of a session that has not ended; None where there is none (any more)."""
+        record = self._records.get(record_id)
+        return None if record is None or record.phase in ENDED else record
+
     def _find(self, record_id: str, key_id: str) -> Record:
         record = self._records.get(record_id)
         if record is None or record.key_id != key_id:

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 import structlog.testing
-from loopback import client_of, serving
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -17,6 +16,7 @@ from shardline.errors import ShardlineError
 from shardline.transport import http_client
 from shardline.transport.http_client import BrokenResponse
 from shardline.transport.http_server import ControlGate, ErrorBoundary, read_body, send_json
+from tests.transport.loopback import client_of, serving
 
 CREDENTIAL = "the-cluster-credential"
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
-from loopback import Wire, answer, client_of, scripted, serving, until
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline.errors import ShardlineError
@@ -22,6 +21,7 @@ from shardline.transport.carrier import EMPTY_ACK, STEP_TYPE, STEPS_PATH, Carrie
 from shardline.transport.http_client import BeforeResponse, ConnectFailed, NotOurPeer, TimedOut
 from shardline.transport.http_server import ControlGate, ErrorBoundary, header, read_body, send_json
 from shardline.wire.messages import Reject, StepAck
+from tests.transport.loopback import Wire, answer, client_of, scripted, serving, until
 
 Hop = Callable[[bytes], Awaitable[StepAck]]
 CREDENTIAL = "the-cluster-credential"

@@ -3,9 +3,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from loopback import until
-
 from shardline.transport.deadlines import Deadline
+from tests.transport.loopback import until
 
 
 async def test_expires_once_when_it_is_due() -> None:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
-from loopback import client_of, serving, sockets, until
 from starlette.types import Receive, Scope, Send
 
 from shardline.settings import Settings
 from shardline.transport.http_server import ErrorBoundary, HttpServer, read_body, send_json
+from tests.transport.loopback import client_of, serving, sockets, until
 
 LIMIT = 1000
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
-from loopback import FakeTransport, Wire, answer, client_of, scripted, sockets, until
 
 from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL, Settings
@@ -24,6 +23,7 @@ from shardline.transport.http_client import (
     Response,
     TimedOut,
 )
+from tests.transport.loopback import FakeTransport, Wire, answer, client_of, scripted, sockets, until
 
 
 class Answer(msgspec.Struct):

@@ -17,7 +17,6 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from loopback import client_of, serving, sockets, until
 from starlette.types import Receive, Scope, Send
 
 from shardline.errors import ShardlineError
@@ -31,6 +30,7 @@ from shardline.transport.http_server import (
     send_json,
     serve,
 )
+from tests.transport.loopback import client_of, serving, sockets, until
 
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() or sys.platform == "darwin"
 

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback import FakeTransport, Wire, answer, client_of, scripted, sockets, until
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.transport.connection import Connection
 from shardline.transport.http_client import BeforeResponse, BrokenResponse, HttpClient, LineStream, NotOurPeer, TimedOut
+from tests.transport.loopback import FakeTransport, Wire, answer, client_of, scripted, sockets, until
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 

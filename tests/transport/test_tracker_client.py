@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from loopback import answer as http_answer
-from loopback import client_of, scripted, serving
 from starlette.types import Receive, Scope, Send
 
 from shardline.errors import ShardlineError
@@ -28,6 +26,8 @@ from shardline.wire.messages import (
     Signed,
     TrackerNonce,
 )
+from tests.transport.loopback import answer as http_answer
+from tests.transport.loopback import client_of, scripted, serving
 
 CREDENTIAL = "the-cluster-credential"
 SIGNED = Signed(statement="a.b")

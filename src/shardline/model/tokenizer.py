@@ -63,7 +63,7 @@ class ModelText:
         own = self.before is None
         try:
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special and own).ids
-        except UnicodeEncodeError:
+        except (TypeError, UnicodeEncodeError):
             raise ShardlineError("invalid_value", "the text holds a lone surrogate, which is no character") from None
         if self.before is None or not add_special:
             return ids
@@ -80,6 +80,7 @@ def text_of_gguf(header: GGUFHeader, vocab_size: int, context_length: int) -> Mo
         tokenizer, _ = convert_gguf_tokenizer(architecture, fields)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _invalid(f"its tokenizer cannot be built: {error!s:.200}") from None
+    tokenizer = _without_made_up_tokens(tokenizer, len(fields["tokens"]))
     types = fields.get("token_type", [])
     special = {i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)} | _special_ids(tokenizer)
     named = {
@@ -124,6 +125,16 @@ def _gguf_fields(header: GGUFHeader) -> dict[str, Any]:
     if not tokens or len(set(tokens)) != len(tokens):
         raise _invalid("its vocabulary is missing, or has a token twice")
     return fields
+
+
+def _without_made_up_tokens(tokenizer: Tokenizer, size: int) -> Tokenizer:
+    """transformers adds the special tokens of its tokenizer class where a file has none of them. No model knows their
+    ids: text that looks like one must stay text."""
+    if all(token < size for token in tokenizer.get_added_tokens_decoder()):
+        return tokenizer
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    return Tokenizer.from_str(json.dumps(state))
 
 
 def _strings(header: GGUFHeader, key: str) -> list[str]:

@@ -125,18 +125,25 @@ def _make(model_type: str, fields: dict[str, Any], architecture: str) -> PreTrai
 
 
 def _check_fields(config: PreTrainedConfig, fields: Mapping[str, Any], architecture: str) -> None:
-    """Every field must be one that this type of configuration has: a foreign one would be kept and never read."""
-    known = vars(type(config)()) | type(config).attribute_map
-    foreign = [name for name in fields if name not in known and name not in ("rope_theta", "unk_token_id")]
+    """Every field must be one that this type of configuration has: a foreign one would be kept and never read.
+
+    Free are two that all types take in, and the width of a head: some read it without having it, and where it were
+    not read, no tensor would fit.
+    """
+    known = {*vars(type(config)()), *type(config).attribute_map, "rope_theta", "unk_token_id", "head_dim"}
+    foreign = [name for name in fields if name not in known]
     if foreign:
         raise _unsupported(architecture, f"its model type has no {', '.join(foreign)}")
 
 
 def _check_widths(config: PreTrainedConfig, stated: Mapping[str, Value], architecture: str) -> None:
+    widths = {key: stated[key] for key in _HEAD_WIDTHS if key in stated}
+    if not widths:
+        return
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for key in _HEAD_WIDTHS:
-        if stated.get(key, width) != width:
-            raise _unsupported(architecture, f"{key} is {stated[key]!r:.40}, but a head has the width {width}")
+    for key, value in widths.items():
+        if value != width:
+            raise _unsupported(architecture, f"{key} is {value!r:.40}, but a head has the width {width}")
 
 
 def load_gguf(header: GGUFHeader, path: Path, weights: ShardWeights) -> None:

@@ -55,7 +55,7 @@ def hang_up(sock: socket.socket, *, reset: bool) -> None:
 
 async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - the other side is a server that tells nobody
+        while not condition():
             await asyncio.sleep(0.005)
 
 

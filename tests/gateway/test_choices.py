@@ -20,7 +20,13 @@ LOST = ShardlineError("node_lost", "gone", node="n-1")
 
 def choices(*scripts: Sequence[Act], stops: tuple[str, ...] = (), max_tokens: int = 100) -> list[Choice]:
     request = GenerationRequest(
-        model="m", prompt=[1, 2], max_tokens=max_tokens, sampling=Sampling(), stop=stops, key_id="k"
+        content_id="mac1-0",
+        model="m",
+        prompt=[1, 2],
+        max_tokens=max_tokens,
+        sampling=Sampling(),
+        stop=stops,
+        key_id="k",
     )
     stand = Stand()
     return [

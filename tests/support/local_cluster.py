@@ -7,6 +7,7 @@ command line use tests/support/cluster.py.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -76,6 +77,7 @@ class LocalCluster:
         self.generations: RouteGenerations
         self.tracker_client: TrackerClient
         self.script = folder / "script.json"
+        self.content_id = ""
 
     async def start_tracker(self, port: int = 0) -> None:
         options = TrackerOptions(
@@ -115,6 +117,7 @@ class LocalCluster:
         return self.generations.start(
             GenerationRequest(
                 model=self.model,
+                content_id=self.content_id,
                 prompt=tokens,
                 max_tokens=max_tokens,
                 sampling=Sampling(temperature=0, **sampling),
@@ -170,6 +173,7 @@ async def local_cluster(
     cluster.script.write_text(json.dumps({**SCRIPT, **(script or {})}))
     running: asyncio.Task[None] | None = None
     try:
+        cluster.content_id = f"mac1-{hashlib.sha256(cluster.script.read_bytes()).hexdigest()}"
         await cluster.start_tracker()
         for first, last in layers:
             await cluster.start_node(first, last, **node_options)

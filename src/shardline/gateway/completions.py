@@ -103,8 +103,8 @@ class Completions:
             raise
 
     async def model(self, name: str) -> ModelInfo:
-        """The served model of this name; never another one."""
-        known = [model for model in await self._generations.models() if model.model == name]
+        """The served model of this name, or with this `content_id`; never another one."""
+        known = [model for model in await self._generations.models() if name in (model.model, model.content_id)]
         if not known:
             raise ShardlineError("model_not_found", f"the model '{_short(name)}' is not served here", param="model")
         ready = next((model for model in known if model.ready), None)
@@ -159,6 +159,7 @@ class Completions:
         requests = [
             GenerationRequest(
                 model=model.model,
+                content_id=model.content_id,
                 prompt=tokens,
                 max_tokens=limit,
                 sampling=msgspec.structs.replace(

@@ -193,7 +193,7 @@ class RunningGeneration:
         self._record.enter("routing")
         answer = await owner.tracker.routes(
             RouteRequest(
-                model=request.model,
+                model=request.content_id,
                 kv_tokens=len(request.prompt) + request.max_tokens,
                 gateway=owner.gateway_id,
                 avoid_nodes=owner.avoided_nodes(),

@@ -23,6 +23,8 @@ class GenerationRequest:
     """One choice: a prompt that fits, and how to go on from it. Every number was checked before."""
 
     model: str
+    content_id: str
+    """Of the Model Artifact whose text bundle made the prompt: the route must be of the same."""
     prompt: list[int]
     """Token ids, at least one; with `max_tokens` they fit into the context."""
     max_tokens: int

@@ -65,7 +65,7 @@ def host_id() -> str:
 def shard_info(host: ShardHost, planned: Planned) -> ShardInfo:
     d = host.description
     return ShardInfo(
-        model=d.model_name if d else planned.model,
+        model=planned.model,
         content_id=d.content_id if d else planned.content_id,
         first=planned.first,
         last=planned.last,

@@ -6,6 +6,7 @@ was never seen is computed once, and cached). Shown by tests/node/test_plan.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardline.model.backend import ShardDescription
 from shardline.model.script import read_script
 from shardline.options import NodeOptions
 
+_PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KV_TOKENS_RESERVED = 2_048
 """What placement leaves free for caches: a Node without room for a session is of no use."""
@@ -34,6 +36,7 @@ class ModelFacts:
     """A model as placement sees it. Bytes are in the engine's dtype."""
 
     name: str
+    """What clients call it: the name of the file or folder, as its owner gave it."""
     content_id: str
     n_layers: int
     engine_class: str
@@ -82,7 +85,7 @@ def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
         model = gguf_files.read_model(path)
         shape = shape_of_gguf(model.header)
         # A GGUF file is computed in float32 unless told otherwise, whatever it is stored in.
-        tensors, element_bytes, name = model.tensors, wanted or 4, model.header.text("general.name", "") or path.stem
+        tensors, element_bytes, name = model.tensors, wanted or 4, _PART.sub("", path.stem)
     weights = memory.weight_bytes(tensors, shape.n_layers, element_bytes=element_bytes)
     kv = memory.kv_bytes_per_token(shape, 0, shape.n_layers, element_bytes=element_bytes or 4) or 0
     return ModelFacts(

@@ -78,7 +78,7 @@ async def is_served(server: HttpServer) -> None:
 
 async def test_silent_connections_are_closed_and_hold_nobody_up() -> None:
     before = sockets()
-    async with serving(APP, Settings(header_s=0.3)) as server:
+    async with serving(APP, Settings(header_s=1.0)) as server:
         silent = [socket.create_connection((server.host, server.port)) for _ in range(300)]
         await is_served(server)
         await until(lambda: server.connections == 300)

@@ -1,15 +1,17 @@
 """The HTTP face of a Node: reads requests, asks the host, writes answers. Decides nothing.
 
-`/v1/steps` is the hot path and a raw ASGI callable; the rest is dispatched by a small table. Error bodies, request
-ids and the credential are the transport room's (ErrorBoundary, ControlGate). Shown by tests/node/test_node_app.py.
+`/v1/steps` is the hot path and has a lane of its own (StepsLane); the rest is dispatched by a small table. Error
+bodies, request ids and the credential are the transport room's. Shown by tests/node/test_trust.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -21,10 +23,12 @@ from shardline.node.host import ShardHost
 from shardline.node.info import Identity
 from shardline.node.stream import SessionStream
 from shardline.node.tickets import TicketGate
-from shardline.settings import Settings
+from shardline.settings import PROTOCOL, Settings
 from shardline.transport.bodies import read_body, read_json, send_body, send_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, has_credential
-from shardline.wire.messages import Beats, NodeInfo, OpenSession, TokenizeAnswer, TokenizeRequest
+from shardline.transport.carrier import EMPTY_ACK
+from shardline.transport.direct import Headers
+from shardline.wire.messages import Beats, NodeInfo, OpenSession, StepAck, TokenizeAnswer, TokenizeRequest
 from shardline.wire.steps import decode
 
 _ack_encoder = msgspec.json.Encoder()
@@ -52,6 +56,7 @@ class NodeApp:
         self._credential = credential
         self._info = info
         self._ticket_key = ticket_key
+        self.steps = StepsLane(host, credential, settings.step_body_bytes)
         self._gate = TicketGate(identity.node_id)
         self._metrics = NodeMetrics(info)
         self._routes: dict[tuple[str, str], Handler] = {
@@ -84,12 +89,10 @@ class NodeApp:
             raise ShardlineError("not_found", "nothing is served at this path")
 
     async def _steps(self, scope: Scope, receive: Receive, send: Send) -> None:
-        description = self._host.description
-        if description is None:
-            raise ShardlineError("engine_lost", "the Shard is not loaded")
+        """Where the direct lane did not take the request: it was not of the plain kind, or is to be refused."""
         body = await read_body(receive, scope, self._settings.step_body_bytes)
-        ack = await self._host.accept(decode(body, description.layout_in))
-        await send_body(send, 202, _ack_encoder.encode(ack))
+        answer = self.steps.take(body)
+        await send_body(send, 202, answer if isinstance(answer, bytes) else await answer)
 
     async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Open a session; its response stays open as long as the session does on this Node."""
@@ -172,6 +175,42 @@ class NodeApp:
 
     async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_body(send, 200, self._metrics.text(), b"text/plain; version=0.0.4")
+
+
+class StepsLane:
+    """`POST /v1/steps`, answered from within the socket's read. Implements `DirectHandler`."""
+
+    path = b"/v1/steps"
+
+    def __init__(self, host: ShardHost, credential: str, limit: int) -> None:
+        self.limit = limit
+        self._host = host
+        self._authorization = b"Bearer " + credential.encode("latin-1")
+        self._protocol = str(PROTOCOL).encode()
+
+    def admits(self, headers: Headers) -> bool:
+        """The same that the gate of the control plane wants; it says what is wrong, where this says no."""
+        authorized = spoken = False
+        for name, value in headers:
+            if name == b"authorization":
+                authorized = hmac.compare_digest(value, self._authorization)
+            elif name == b"shardline-protocol":
+                spoken = value == self._protocol
+            elif name in (b"origin", b"sec-fetch-site"):
+                return False
+        return authorized and spoken
+
+    def take(self, body: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        description = self._host.description
+        if description is None:
+            raise ShardlineError("engine_lost", "the Shard is not loaded")
+        answer = self._host.accept(decode(body, description.layout_in))
+        if isinstance(answer, StepAck):
+            return EMPTY_ACK if not answer.rejected else _ack_encoder.encode(answer)
+        return self._later(answer)
+
+    async def _later(self, answer: Coroutine[None, None, StepAck]) -> bytes:
+        return _ack_encoder.encode(await answer)
 
 
 class NodeMetrics:

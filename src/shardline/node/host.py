@@ -49,6 +49,7 @@ from shardline.wire.steps import (
 )
 
 _MEDIAN_OF = 15
+_ALL_ACCEPTED = StepAck()
 
 
 class ShardHost:
@@ -179,8 +180,8 @@ class ShardHost:
 
     # ---- steps in --------------------------------------------------------------------------------------------
 
-    async def accept(self, steps: Sequence[Step]) -> StepAck:
-        """Take the entries of one request. Returns when each has its place, or is rejected by itself."""
+    def accept(self, steps: Sequence[Step]) -> StepAck | Coroutine[None, None, StepAck]:
+        """Take the entries of one request, each by itself. What it answers comes later where one must wait for room."""
         rejects: list[Reject] = []
         waiting: list[tuple[int, Step]] = []
         for i, step in enumerate(steps):
@@ -190,6 +191,11 @@ class ShardHost:
             except ShardlineError as error:
                 rejects.append(Reject(entry=i, code=error.code, message=error.message))
         self._pump()
+        if waiting:
+            return self._accept_later(waiting, rejects)
+        return StepAck(rejected=rejects) if rejects else _ALL_ACCEPTED
+
+    async def _accept_later(self, waiting: list[tuple[int, Step]], rejects: list[Reject]) -> StepAck:
         for i, step in waiting:
             try:
                 await self._accept_when_room(step)

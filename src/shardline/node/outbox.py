@@ -11,13 +11,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from shardline.errors import ShardlineError
 from shardline.node.slots import Slot
 from shardline.settings import Settings
 from shardline.transport.carrier import Carrier
-from shardline.transport.failures import HttpFailure, TimedOut
+from shardline.transport.failures import BeforeResponse, HttpFailure, TimedOut
 from shardline.wire.messages import Reject, StepAck, TicketPeer
 from shardline.wire.steps import LANE_DECODE, SeamLayout, Step, encode
 
@@ -42,6 +43,15 @@ class _Parcel(NamedTuple):
     peer: TicketPeer
     layout: SeamLayout
     item: Outgoing
+
+
+class _Push(NamedTuple):
+    """One request on its way."""
+
+    peer: TicketPeer
+    items: list[Outgoing]
+    pieces: list[bytes | memoryview]
+    started: float
 
 
 class Outbox:
@@ -81,36 +91,55 @@ class Outbox:
                 self._unacknowledged.add(key)
                 ready.append(item)
         if ready:
-            self._tasks.create_task(self._push(peer, layout, ready))
+            self._post(peer, layout, ready)
 
     def forget(self, slot: Slot) -> None:
         """The session is closed: what is held of it is dropped. A push on its way ends by itself."""
         self._held.pop(slot.key, None)
 
-    async def _push(self, peer: TicketPeer, layout: SeamLayout, items: list[Outgoing]) -> None:
+    def _post(self, peer: TicketPeer, layout: SeamLayout, items: list[Outgoing]) -> None:
+        """A decode step leaves at once, over a connection that is there; everything else gets a task."""
         pieces = encode([item.step for item in items], layout)
         self._tally(pieces, layout, items)
-        decode = items[0].step.entry.lane == LANE_DECODE
-        started = time.perf_counter()
-        rejects: list[Reject] = []
-        failure: Exception | None = None
+        push = _Push(peer, items, pieces, time.perf_counter())
+        if items[0].step.entry.lane != LANE_DECODE or not self._carrier.push_now(
+            peer.url, pieces, timeout_s=self._settings.push_s, limit="push", done=partial(self._answered, push)
+        ):
+            self._tasks.create_task(self._send(push))
+
+    def _answered(self, push: _Push, outcome: StepAck | HttpFailure | ShardlineError) -> None:
+        if isinstance(outcome, BeforeResponse):
+            # Perhaps the other side closed the idle connection just then. `seq` makes a second delivery harmless.
+            self._tasks.create_task(self._send(push))
+        else:
+            self._settle(push, outcome)
+
+    async def _send(self, push: _Push) -> None:
+        outcome: StepAck | HttpFailure | ShardlineError
         try:
-            if decode:
-                ack = await self._carrier.push(peer.url, pieces, timeout_s=self._settings.push_s, limit="push")
+            if push.items[0].step.entry.lane == LANE_DECODE:
+                outcome = await self._carrier.push(
+                    push.peer.url, push.pieces, timeout_s=self._settings.push_s, limit="push"
+                )
             else:
-                ack = await self._push_prefill(peer, pieces)
-            rejects = ack.rejected
+                outcome = await self._push_prefill(push.peer, push.pieces)
         except (HttpFailure, ShardlineError) as error:
-            failure = error
-        took_ms = (time.perf_counter() - started) * 1e3
+            outcome = error
+        self._settle(push, outcome)
+
+    def _settle(self, push: _Push, outcome: StepAck | HttpFailure | ShardlineError) -> None:
+        """The request is over: who failed hears of it, and what was held back may go."""
+        took_ms = (time.perf_counter() - push.started) * 1e3
+        items = push.items
         for item in items:
             self._unacknowledged.discard(item.slot.key)
-        if failure is not None:
+        if isinstance(outcome, StepAck):
+            for reject in outcome.rejected:
+                if reject.code not in _HARMLESS and 0 <= reject.entry < len(items):
+                    self._fail(items[reject.entry].slot, self._as_reject(reject, push.peer))
+        else:
             for item in items:
-                self._fail(item.slot, self._as_seam_failure(failure, peer))
-        for reject in rejects:
-            if reject.code not in _HARMLESS and 0 <= reject.entry < len(items):
-                self._fail(items[reject.entry].slot, self._as_reject(reject, peer))
+                self._fail(item.slot, self._as_seam_failure(outcome, push.peer))
         self._owner.push_done([item.slot for item in items], took_ms)
         for item in items:
             self._send_held(item.slot)

@@ -175,7 +175,9 @@ class _Node:
         )
         host.on_change = lambda: self._state_changed(host, presence)
         self._engine.on_progress = lambda done, total: options.announce("loading", done=done, total=total)
-        server = HttpServer(node_app(app, options.credential), sock=sock, settings=settings, lifespan="off")
+        server = HttpServer(
+            node_app(app, options.credential), sock=sock, settings=settings, lifespan="off", direct=app.steps
+        )
         await server.start()
         options.announce("listening", url=identity.url, node=identity.node_id, model=self._facts.name)
         running = [tasks.create_task(work) for work in (host.run(), presence.run())]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from shardline.errors import ShardlineError
@@ -15,7 +16,7 @@ from shardline.settings import Settings
 from shardline.transport import answers
 from shardline.transport.answers import Response
 from shardline.transport.connection import Buffer
-from shardline.transport.failures import BrokenResponse, ConnectFailed, TimedOut
+from shardline.transport.failures import BrokenResponse, ConnectFailed, HttpFailure, TimedOut
 from shardline.transport.http_client import HttpClient, peer_of
 from shardline.wire.messages import StepAck
 
@@ -24,6 +25,7 @@ STEP_TYPE = "application/x-safetensors"
 EMPTY_ACK = b'{"rejected":[]}'
 """Body of the usual answer: everything was accepted."""
 _ACCEPTED = StepAck()
+Done = Callable[[StepAck | HttpFailure | ShardlineError], None]
 
 
 class Carrier(Protocol):
@@ -35,6 +37,11 @@ class Carrier(Protocol):
         The pieces must not change until this returns. Raises `HttpFailure` if the hop did not answer (`timeout_s`
         bounds it, `limit` names the bound), or the ShardlineError with which it refused the whole document.
         """
+        ...
+
+    def push_now(self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str, done: Done) -> bool:
+        """As `push`, but sent before this returns and heard of through `done`; False, and nothing is sent, where it
+        cannot be: then use `push`. `done` may be told `BeforeResponse`: `push` the same once more."""
         ...
 
 
@@ -55,6 +62,16 @@ class HttpCarrier:
             retry_once=True,
         )
         return _ack(hop_url, response)
+
+    def push_now(self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str, done: Done) -> bool:
+        return self._client.post_now(
+            hop_url + STEPS_PATH,
+            pieces,
+            content_type=STEP_TYPE,
+            timeout_s=timeout_s,
+            limit=limit,
+            done=partial(_tell, hop_url, done),
+        )
 
 
 class MemoryCarrier:
@@ -84,6 +101,21 @@ class MemoryCarrier:
             if not wait.expired():
                 raise BrokenResponse(peer, "the hop failed") from None
             raise TimedOut(peer, limit, timeout_s) from None
+
+    def push_now(self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str, done: Done) -> bool:
+        return False
+
+
+def _tell(hop_url: str, done: Done, outcome: Response | HttpFailure) -> None:
+    if isinstance(outcome, HttpFailure):
+        done(outcome)
+        return
+    try:
+        ack = _ack(hop_url, outcome)
+    except (HttpFailure, ShardlineError) as failure:
+        done(failure)
+        return
+    done(ack)
 
 
 def _ack(hop_url: str, response: Response) -> StepAck:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httptools
+import structlog
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from shardline.errors import ShardlineError
+from shardline.transport.bodies import BODY_GRACE_S
 from shardline.transport.boundary import error_bytes, error_headers
+from shardline.transport.direct import DirectHandler, accepted, content_length, refused
 
 HEADER_COUNT = 100
 CONNECTIONS = 4096
@@ -28,6 +32,8 @@ PIPELINE = 8
 """Requests that a client may send ahead of the answers."""
 LINGER_BYTES = 1 << 20
 LINGER_S = 2.0
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -40,6 +46,7 @@ class GuardLimits:
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last connection goes."""
     unproven: dict[GuardedProtocol, None] = field(default_factory=dict)
+    direct: DirectHandler | None = None
 
     def __post_init__(self) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -69,6 +76,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._lingered = 0
         self._refused: ShardlineError | None = None
+        self._direct: DirectHandler | None = None
+        """Set from the head of a direct request to its answer."""
+        self._direct_body: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -111,7 +121,11 @@ class GuardedProtocol(HttpToolsProtocol):
                 cause = ShardlineError("invalid_value", "the request is not valid HTTP")
             self.refuse(cause)
             return
-        if self._in_body:
+        if self._direct is not None:
+            if self._in_body and self._linger_timer is None:
+                # The rest of the body is on its way: it has as long as any body.
+                self._linger_timer = self.loop.call_later(BODY_GRACE_S, self.transport.abort)
+        elif self._in_body:
             self._linger(len(data))
         elif self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete):
             # Bytes came, and there is no request: its head is on the way, or is being dribbled.
@@ -148,7 +162,19 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
             self.limits.unproven.pop(self, None)
+        if self._direct is not None:
+            raise ShardlineError("invalid_value", "a request was sent ahead of the answer to a step")
+        if self._is_direct():
+            self._direct = self.limits.direct
+            self._direct_body = []
+            return
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._direct is None:
+            super().on_body(body)
+        else:
+            self._direct_body.append(body)
 
     def on_message_complete(self) -> None:
         self._in_body = False
@@ -156,6 +182,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._linger_timer is not None:
             self._linger_timer.cancel()
             self._linger_timer = None
+        if self._direct is not None:
+            self._take_direct(self._direct)
+            return
         super().on_message_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             # The rest of a body that nobody wanted has come after all: the connection is idle from now on.
@@ -163,6 +192,57 @@ class GuardedProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+
+    # The direct lane
+
+    def _is_direct(self) -> bool:
+        handler = self.limits.direct
+        if handler is None or self.url != handler.path or self.parser.get_method() != b"POST":
+            return False
+        if self.cycle is not None and not self.cycle.response_complete:
+            return False
+        length = content_length(self.headers)
+        if length is None or not 0 < length <= handler.limit or self.parser.get_http_version() != "1.1":
+            return False
+        return handler.admits(self.headers)
+
+    def _take_direct(self, handler: DirectHandler) -> None:
+        chunks, self._direct_body = self._direct_body, []
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        try:
+            answer = handler.take(body)
+        except ShardlineError as error:
+            self._answer_direct(refused(error))
+            return
+        except Exception:
+            # The boundary of this lane, as ErrorBoundary is of the other.
+            log.exception("request_failed", path=self.url.decode("latin-1"))
+            self._answer_direct(refused(ShardlineError("internal", "internal error: the log has its cause")))
+            return
+        if isinstance(answer, bytes):
+            self._answer_direct(accepted(answer))
+            return
+        task = self.loop.create_task(self._answer_later(answer))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    async def _answer_later(self, answer: Coroutine[Any, Any, bytes]) -> None:
+        try:
+            self._answer_direct(accepted(await answer))
+        except ShardlineError as error:
+            self._answer_direct(refused(error))
+        except Exception:
+            log.exception("request_failed", path=self.url.decode("latin-1"))
+            self._answer_direct(refused(ShardlineError("internal", "internal error: the log has its cause")))
+
+    def _answer_direct(self, answer: bytes) -> None:
+        self._direct = None
+        if self.transport.is_closing():
+            return
+        self.transport.write(answer)
+        self.server_state.total_requests += 1
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     # Refusals
 

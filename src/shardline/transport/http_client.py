@@ -99,6 +99,35 @@ class _Gather:
             self.opened.set_exception(failure)
 
 
+class _CallBack(_Gather):
+    """Sink of a request that nobody waits for: its end is a call."""
+
+    __slots__ = ("_deadline", "_done", "connection")
+
+    def __init__(self, connection: Connection, max_body: int, done: Callable[[Response | HttpFailure], None]) -> None:
+        self._peer = connection.peer
+        self._max_body = self._left = max_body
+        self._chunks = []
+        self._done = done
+        self._deadline: Deadline | None = None
+
+    def watch(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+
+    def end(self) -> None:
+        self._finish(Response(self._status, self._headers, b"".join(self._chunks)))
+
+    def lost(self, failure: Exception) -> None:
+        if not isinstance(failure, HttpFailure):
+            failure = BrokenResponse(self._peer, str(failure))
+        self._finish(failure)
+
+    def _finish(self, outcome: Response | HttpFailure) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._done(outcome)
+
+
 class _Origin:
     """One (scheme, host, port, checked address): where its connections go, and those that wait for work."""
 
@@ -168,6 +197,32 @@ class HttpClient:
             origin, pieces, partial(_Gather, max_body=most), timeout_s=timeout_s, limit=limit, retry_once=retry_once
         )
         return sink.opened.result()
+
+    def post_now(
+        self,
+        url: str,
+        body: Body,
+        *,
+        content_type: str,
+        timeout_s: float,
+        limit: str,
+        done: Callable[[Response | HttpFailure], None],
+    ) -> bool:
+        """POST over an idle connection, written before this returns; `done` hears the end, from the socket's read.
+
+        False, and nothing is sent, where no idle connection is there: use `request`. `done` is not called from
+        within this call. There is no retry: `BeforeResponse` tells the caller that it may.
+        """
+        origin, pieces = self._compose("POST", url, body, content_type, {}, True, None)
+        connection = self._take(origin)
+        if connection is None:
+            return False
+        loop = asyncio.get_running_loop()
+        sink = _CallBack(connection, self._settings.control_body_bytes, done)
+        expired = partial(_expired, connection, limit=limit, timeout_s=timeout_s)
+        sink.watch(Deadline(loop, loop.time() + timeout_s, self._settings.late_timer_s, expired))
+        connection.send(sink, pieces)
+        return True
 
     async def json(
         self,

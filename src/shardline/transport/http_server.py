@@ -27,6 +27,7 @@ from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback, make_url
 from shardline.transport.bodies import ClientLeft, decode_json, header, read_body, read_json, send_body, send_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, error_bytes, has_credential
+from shardline.transport.direct import DirectHandler
 from shardline.transport.guard import CONNECTIONS, GuardedProtocol, GuardLimits
 
 __all__ = [
@@ -132,7 +133,8 @@ class HttpServer:
     """Serves one application on one listening socket, from `start` to `stop`.
 
     `drain` is called by `stop` after the listener is closed: the application ends what runs, streams included.
-    `tls` makes it HTTPS. `lifespan="off"`: for an application that has no start-up.
+    `tls` makes it HTTPS. `lifespan="off"`: for an application that has no start-up. `direct` answers one path from
+    within the socket's read.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class HttpServer:
         connections: int = CONNECTIONS,
         tls: ssl.SSLContext | None = None,
         lifespan: Literal["on", "off"] = "on",
+        direct: DirectHandler | None = None,
     ) -> None:
         self.host, self.port = sock.getsockname()[:2]
         self.url = make_url("http" if tls is None else "https", self.host, self.port)
@@ -158,7 +161,7 @@ class HttpServer:
         self._hurried = False
         self._draining: asyncio.Timeout | None = None
         self._state = ServerState()
-        self._limits = GuardLimits(settings.header_s, settings.header_bytes, connections)
+        self._limits = GuardLimits(settings.header_s, settings.header_bytes, connections, direct=direct)
         self._config = uvicorn.Config(
             self._serve_one,
             http=GuardedProtocol,

@@ -178,7 +178,7 @@ class NodeApp:
 
 
 class StepsLane:
-    """`POST /v1/steps`, answered from within the socket's read. Implements `DirectHandler`."""
+    """`POST /v1/steps`, answered from within the socket's read. Implements `DirectLane`."""
 
     path = b"/v1/steps"
 

@@ -18,7 +18,7 @@ from shardline.transport.boundary import error_bytes, error_headers
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-class DirectHandler(Protocol):
+class DirectLane(Protocol):
     """One POST path. Called on the event loop, from within a socket's read."""
 
     path: bytes

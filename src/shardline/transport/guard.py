@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 from shardline.errors import ShardlineError
 from shardline.transport.bodies import BODY_GRACE_S
 from shardline.transport.boundary import error_bytes, error_headers
-from shardline.transport.direct import DirectHandler, accepted, content_length, refused
+from shardline.transport.direct import DirectLane, accepted, content_length, refused
 
 HEADER_COUNT = 100
 CONNECTIONS = 4096
@@ -46,7 +46,7 @@ class GuardLimits:
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last connection goes."""
     unproven: dict[GuardedProtocol, None] = field(default_factory=dict)
-    direct: DirectHandler | None = None
+    direct: DirectLane | None = None
 
     def __post_init__(self) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -76,7 +76,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._lingered = 0
         self._refused: ShardlineError | None = None
-        self._direct: DirectHandler | None = None
+        self._direct: DirectLane | None = None
         """Set from the head of a direct request to its answer."""
         self._direct_body: list[bytes] = []
 
@@ -206,7 +206,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return False
         return handler.admits(self.headers)
 
-    def _take_direct(self, handler: DirectHandler) -> None:
+    def _take_direct(self, handler: DirectLane) -> None:
         chunks, self._direct_body = self._direct_body, []
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         try:

@@ -27,7 +27,7 @@ from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback, make_url
 from shardline.transport.bodies import ClientLeft, decode_json, header, read_body, read_json, send_body, send_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, error_bytes, has_credential
-from shardline.transport.direct import DirectHandler
+from shardline.transport.direct import DirectLane
 from shardline.transport.guard import CONNECTIONS, GuardedProtocol, GuardLimits
 
 __all__ = [
@@ -147,7 +147,7 @@ class HttpServer:
         connections: int = CONNECTIONS,
         tls: ssl.SSLContext | None = None,
         lifespan: Literal["on", "off"] = "on",
-        direct: DirectHandler | None = None,
+        direct: DirectLane | None = None,
     ) -> None:
         self.host, self.port = sock.getsockname()[:2]
         self.url = make_url("http" if tls is None else "https", self.host, self.port)

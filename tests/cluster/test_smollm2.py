@@ -7,7 +7,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,15 @@ class Reference:
 
     model: Any
     tokenize: Callable[[str], list[int]]
+    known: dict[tuple[int, ...], tuple[list[int], list[float]]] = field(default_factory=dict)
 
     def greedy(self, ids: list[int], count: int) -> tuple[list[int], list[float]]:
+        key = (count, *ids)
+        if key not in self.known:
+            self.known[key] = self._greedy(ids, count)
+        return self.known[key]
+
+    def _greedy(self, ids: list[int], count: int) -> tuple[list[int], list[float]]:
         with torch.inference_mode():
             out = self.model.generate(
                 torch.tensor([ids]),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from shardline.errors import ShardlineError
+from shardline.model.torch_cache import RoomyLayer
 from tests.support.torch_models import CONFIGS, LAYERS, WINDOW, Route, entry, result, save
 
 pytestmark = pytest.mark.torch
@@ -47,6 +49,21 @@ def test_a_slot_that_is_opened_again_is_empty(model):
     route.open()
     assert route.shards[0].kv_tokens(0) == 0
     assert np.array_equal(route.feed(LONG), first[0])
+
+
+def test_room_behind_a_cache_is_used_and_bounded():
+    """What is held is what was put in, at every length; memory is a view of at most an eighth and two blocks more."""
+    layer = RoomyLayer()
+    parts = [torch.randn(1, 2, rows, 4) for rows in (1, 1, 40, 1, 300, *[1] * 60)]
+    memory = set()
+    for number in range(1, len(parts) + 1):
+        keys, values = layer.update(parts[number - 1], -parts[number - 1])
+        whole = torch.cat(parts[:number], dim=2)
+        assert torch.equal(keys, whole) and torch.equal(values, -whole)
+        assert layer.get_seq_length() == whole.shape[2]
+        memory.add(keys.data_ptr())
+        assert keys.untyped_storage().nbytes() <= (whole.nbytes * 9) // 8 + 64 * 2 * 4 * 4
+    assert len(memory) < 6
 
 
 def test_bytes_a_token_are_those_of_the_cache(model):

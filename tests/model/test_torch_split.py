@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.support.torch_models import CONFIGS, LAYERS, VOCAB, Route, reference_greedy, reference_logits, save
 
@@ -32,6 +32,15 @@ def test_one_shard_gives_the_logits_of_the_model(saved):
 def test_one_shard_generates_what_transformers_generates(saved):
     model, folder = saved
     assert Route(folder).greedy(PROMPT, 16) == reference_greedy(model, PROMPT, 16)
+
+
+def test_chunks_give_the_logits_of_the_model_with_its_own_cache(saved):
+    model, folder = saved
+    cache = DynamicCache(config=model.config)
+    for chunk, logits in zip(CHUNKS, Route(folder).run(CHUNKS), strict=True):
+        with torch.inference_mode():
+            expected = model(torch.tensor([chunk]), cache=cache, logits_to_keep=1).logits[0, -1]
+        assert np.array_equal(logits, expected.numpy())
 
 
 def test_chunks_agree_with_one_piece(saved):

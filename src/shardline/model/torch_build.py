@@ -177,16 +177,11 @@ def _check_caches(skeleton: Skeleton) -> None:
     config = skeleton.config
     if skeleton.model._is_stateful:
         raise unsupported(config, "it keeps a recurrent state, which is not supported yet")
-    for layer in new_cache(config).layers:
+    for layer in DynamicCache(config=config).layers:
         if type(layer) not in CACHE_LAYERS:
             raise unsupported(config, f"its cache ({type(layer).__name__}) is not supported yet")
     if getattr(config, "num_kv_shared_layers", 0):
         raise unsupported(config, "its layers share keys and values, which is not supported yet")
-
-
-def new_cache(config: PreTrainedConfig) -> DynamicCache:
-    """An empty cache for the layers that `config` describes."""
-    return DynamicCache(config=config)
 
 
 def cut(skeleton: Skeleton, first: int, last: int) -> None:

@@ -16,8 +16,8 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from shardline.errors import ShardlineError
-from shardline.model.torch_build import Skeleton, new_cache, unsupported
-from shardline.model.torch_cache import LayerForm, forms_of
+from shardline.model.torch_build import Skeleton, unsupported
+from shardline.model.torch_cache import LayerForm, forms_of, new_cache
 
 _OBSERVED_ROWS = 3
 

@@ -260,19 +260,24 @@ class Stream:
             return event
         self.chunks.append(event)
         for choice in event.get("choices", ()):
-            self.text += choice.get("delta", {}).get("content") or ""
+            self.text += _text_of(choice)
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         return event
 
     async def read_tokens(self, count: int) -> None:
         """Read on until `count` chunks with text have come."""
-        while sum(bool(c["choices"] and c["choices"][0]["delta"].get("content")) for c in self.chunks) < count:
+        while sum(bool(c["choices"] and _text_of(c["choices"][0])) for c in self.chunks) < count:
             if await self.next() is None:
                 raise AssertionError(f"the stream ended early: {self.text!r}, error {self.error}")
 
     async def read_all(self) -> None:
         while await self.next() is not None:
             pass
+
+
+def _text_of(choice: Json) -> str:
+    """What a chunk adds: chat has it in `delta`, completions in `text`."""
+    return str(choice.get("delta", {}).get("content") or choice.get("text") or "")
 
 
 async def until(condition: Callable[[], Any], within_s: float = 5.0) -> None:

@@ -95,11 +95,11 @@ class LocalCluster:
         role = Role()
         options = NodeOptions(
             settings=self.settings,
-            tracker_url=self.tracker.url,
+            tracker_url=more.pop("tracker_url", self.tracker.url),
             model=str(more.pop("model", self.script)),
             engine="scripted",
             host="127.0.0.1",
-            port=0,
+            port=more.pop("port", 0),
             credential=CREDENTIAL,
             state_dir=self.folder,
             first=first,

@@ -1,7 +1,7 @@
 """From one generation request to its Route Session: admission, routing, opening, tokens, the end.
 
 Owns the running generations of a Gateway and their tasks, and the order of phases. Tells the Tracker each outcome.
-Refuses to know HTTP and text. Shown by tests/gateway/test_generate.py and tests/cluster/.
+Refuses to know HTTP and text. Shown by tests/gateway/test_session.py and tests/cluster/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prometheus text of one Gateway, read from its own records at the moment of asking.
 
 Owns metric names. Nothing is counted twice: a number stands in the record of its session, and is summed here when the
-session ends. Shown by tests/gateway/test_gateway_run.py.
+session ends. Shown by tests/cluster/.
 """
 
 from __future__ import annotations

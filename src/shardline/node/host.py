@@ -2,7 +2,7 @@
 
 Owns what the engine runs next and what follows from it. The sessions are in sessions.py, the rules in slots.py and
 batch.py, the pushes in outbox.py; sockets are app.py's. Everything happens on one event loop, so nothing here locks:
-between two awaits the state is whole. Shown by tests/node/test_host.py and tests/cluster/.
+between two awaits the state is whole. Shown by tests/gateway/test_session.py and tests/cluster/.
 """
 
 from __future__ import annotations

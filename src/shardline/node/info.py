@@ -1,7 +1,7 @@
 """What a Node says of itself: the body of `GET /v1/node`, of its registration and of each heartbeat.
 
 Owns the identity of the process (key, id, URL) and the reading of machine facts. Everything that changes is read from
-the host at the moment of asking. Shown by tests/node/test_node_app.py.
+the host at the moment of asking. Shown by tests/node/test_trust.py.
 """
 
 from __future__ import annotations

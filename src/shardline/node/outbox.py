@@ -2,7 +2,7 @@
 
 Owns the rule that a session has at most one unacknowledged step a hop, the byte counts of the Seams, and what a
 failed push means. Sessions that were computed together ride in one request. It decides nothing about sessions: it
-reports to its owner. Shown by tests/node/test_outbox.py.
+reports to its owner. Shown by tests/cluster/test_spoiled_steps.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How the Tracker knows this Node: registration, heartbeats, probes of peers, the goodbye.
 
 Owns the Node's view of the Tracker (its ticket key, its epoch). Sessions do not depend on it: while the Tracker is
-away, steps flow on. Shown by tests/node/test_presence.py.
+away, steps flow on. Shown by tests/gateway/test_session.py and tests/tracker/.
 """
 
 from __future__ import annotations

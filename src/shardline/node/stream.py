@@ -1,7 +1,7 @@
 """The open response of `POST /v1/sessions`: one JSON object a line, from the Node to the Gateway.
 
 Owns the lines that wait to be written and the end of the stream. The host puts events in, the request's own task
-writes them out; whatever piled up meanwhile leaves in one write. Shown by tests/node/test_node_app.py.
+writes them out; whatever piled up meanwhile leaves in one write. Shown by tests/node/test_trust.py.
 """
 
 from __future__ import annotations

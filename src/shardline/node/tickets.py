@@ -1,7 +1,7 @@
 """Whether a request may open a session here: the ticket, checked against this Node and the clock.
 
 Owns the memory of used tickets. Pure but for that memory: key, Shard and time are arguments.
-Shown by tests/node/test_ticket_gate.py.
+Shown by tests/node/test_trust.py.
 """
 
 from __future__ import annotations

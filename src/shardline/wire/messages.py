@@ -1,8 +1,8 @@
 """Control messages: every JSON body that one Shardline process sends to another, as typed structs.
 
 One set for all parties. Optional fields are there from the start and null until they are built. Field names are
-the protocol: `tests/test_messages.py` holds the digest of the generated JSON Schema, and fails when it changes
-without a change of `PROTOCOL` or of the recorded digest. Pure.
+the protocol: tests/wire/test_messages.py reads a stored corpus of the first encodings, and docs/reference has the
+JSON Schema that is generated from here. Pure.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ u64 little-endian header length, JSON header, tensor bytes. Its tensors, in this
 
 The rows of the entries follow one another in entry order. Metadata: `layout`, the digest of the Seam layout.
 Pure: no I/O, no clock, no numpy. Everything is checked against the bytes that are there before it is used.
-Shown by tests/test_steps.py (golden vectors).
+Shown by tests/wire/test_steps.py (golden vectors).
 """
 
 from __future__ import annotations

@@ -1,0 +1,63 @@
+"""Control messages: what protocol 1 has sent must always be read, and what is required of it never grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shardline.settings import PROTOCOL
+from shardline.wire import messages
+
+CORPUS = Path(__file__).with_name("corpus_v1.json")
+"""One encoding of each message as protocol 1 sent it first. Grows with new messages; an entry never changes, unless
+the protocol's number does."""
+
+
+def corpus() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CORPUS.read_text())
+    return found
+
+
+def kinds() -> dict[str, type[msgspec.Struct]]:
+    return {
+        name: kind
+        for name, kind in vars(messages).items()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == messages.__name__
+    }
+
+
+def test_the_corpus_belongs_to_this_protocol_and_has_every_message() -> None:
+    assert PROTOCOL == 1, "a new protocol number needs a corpus of its own"
+    assert set(corpus()) == set(kinds())
+
+
+@pytest.mark.parametrize("name", sorted(kinds()))
+def test_old_encodings_are_read(name: str) -> None:
+    """Every field of the old encoding has its old value; no field that was not there is required."""
+    old = corpus()[name]
+    message = msgspec.json.decode(json.dumps(old), type=kinds()[name])
+    again = json.loads(msgspec.json.encode(message))
+    assert {field: again.get(field, old[field]) for field in old} == old
+
+
+@pytest.mark.parametrize("name", sorted(kinds()))
+def test_fields_that_a_newer_version_adds_are_passed_over(name: str) -> None:
+    kind = kinds()[name]
+    newer = {**corpus()[name], "field_of_tomorrow": [1, {"a": None}]}
+    if kind.__struct_config__.forbid_unknown_fields:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(json.dumps(newer), type=kind)
+    else:
+        msgspec.json.decode(json.dumps(newer), type=kind)
+
+
+def test_stream_events_tell_themselves_apart() -> None:
+    for name in ("Opened", "Beat", "Progress", "Token", "Text", "Finished", "Failed", "Closed"):
+        event = msgspec.json.decode(json.dumps(corpus()[name]), type=messages.StreamEvent)
+        assert type(event).__name__ == name
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"event":"unheard"}', type=messages.StreamEvent)

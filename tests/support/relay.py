@@ -21,7 +21,7 @@ class Relay:
         self.refuses = False
         """New connections are closed at once."""
         self.pass_bytes: int | None = None
-        """New connections get so many bytes of the client through; the rest is held, and they stay open."""
+        """So many bytes more get through to the server, over all connections; the rest is held, nothing is closed."""
         self.rewrite: Callable[[bytes], bytes] = bytes
         """What becomes of bytes on their way to the client; their number must stay."""
         self.accepted = 0
@@ -77,7 +77,7 @@ class Relay:
             writers.append(up_writer)
             self._writers.update(writers)
             async with asyncio.TaskGroup() as group:
-                up = group.create_task(self._copy(reader, up_writer, upwards=True, limit=self.pass_bytes))
+                up = group.create_task(self._copy(reader, up_writer, upwards=True))
                 down = group.create_task(self._copy(up_reader, writer, upwards=False, idle_s=self._idle_s))
                 await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
                 up.cancel()
@@ -96,7 +96,6 @@ class Relay:
         writer: asyncio.StreamWriter,
         *,
         upwards: bool,
-        limit: int | None = None,
         idle_s: float | None = None,
     ) -> None:
         """Until one side is gone, or nothing came for `idle_s`."""
@@ -109,8 +108,9 @@ class Relay:
                 await self._flows.wait()
                 if not upwards:
                     data = self.rewrite(data)
-                if limit is not None:
-                    data, limit = data[:limit], max(0, limit - len(data))
+                elif self.pass_bytes is not None:
+                    data = data[: self.pass_bytes]
+                    self.pass_bytes -= len(data)
                 if data:
                     writer.write(data)
                     await writer.drain()

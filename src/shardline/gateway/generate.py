@@ -267,6 +267,9 @@ class RouteGenerations:
         self._avoid_links: dict[tuple[str, str], float] = {}
         self._models: tuple[float, list[ModelInfo]] | None = None
         self._models_lock = asyncio.Lock()
+        self._telling: set[asyncio.Task[None]] = set()
+        """Reports of failures that the Tracker has not heard yet."""
+        self._reported = 0
         self._live: set[RunningGeneration] = set()
         self._draining = False
 
@@ -320,11 +323,18 @@ class RouteGenerations:
             await asyncio.sleep(0.02)
 
     async def models(self) -> list[ModelInfo]:
-        """What the Tracker's routing sees, at most a second old; one question at a time."""
+        """What the Tracker's routing sees, at most a second old; one question at a time. A request that follows a
+        failure is told what is missing since, not that the lost head Node does not answer."""
         async with self._models_lock:
+            if self._telling:
+                await asyncio.wait(set(self._telling), timeout=_MODELS_FRESH_S)
             now = time.monotonic()
             if self._models is None or now - self._models[0] > _MODELS_FRESH_S:
-                self._models = (now, (await self.tracker.models()).models)
+                reported = self._reported
+                models = (await self.tracker.models()).models
+                if reported != self._reported:
+                    return models  # what failed while it was on its way may not be in it
+                self._models = (now, models)
             return self._models[1]
 
     def admission(self, model: str) -> Admission:
@@ -374,8 +384,14 @@ class RouteGenerations:
             self._avoid_nodes[outcome.node] = until
         if outcome.link is not None:
             self._avoid_links[outcome.link] = until
-        if self._tasks is not None:
-            self._tasks.create_task(self._tell(session, status))
+        if self._tasks is None:
+            return
+        telling = self._tasks.create_task(self._tell(session, status))
+        if outcome.node is not None or outcome.link is not None:
+            self._models = None
+            self._reported += 1
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
 
     def report_open_failure(self, session: RouteSession, error: ShardlineError) -> None:
         if error.code in ("node_lost", "engine_lost", "deadline"):

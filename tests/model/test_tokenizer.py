@@ -159,6 +159,13 @@ def test_a_vocabulary_smaller_than_the_model(tmp_path):
     assert max(text.tokenize("<|endoftext|>ab", add_special=False, parse_special=True)) < 8
 
 
+def test_a_token_that_stands_twice(tmp_path):
+    """Both ids have its bytes: the model may write either."""
+    tokens = ["<s>", "</s>", "a", "b", "ab", "a", "d", "ab"]
+    text, _ = gguf_text({**LLAMA, "tokenizer.ggml.tokens": tokens}, tmp_path, 8)
+    assert bundle_of(text).pieces == [b"<s>", b"</s>", b"a", b"b", b"ab", b"a", b"d", b"ab"]
+
+
 def test_a_file_without_a_tokenizer(tmp_path):
     keys = {key: value for key, value in LLAMA.items() if not key.startswith("tokenizer.")}
     assert gguf_text(keys, tmp_path)[0] is None
@@ -169,8 +176,8 @@ def test_a_file_without_a_tokenizer(tmp_path):
     "changes",
     [
         {"tokenizer.ggml.model": "telepathy"},
-        {"tokenizer.ggml.tokens": ["a", "a", "b"]},
-        {"tokenizer.ggml.tokens": [b"\xff\xfe", "a"]},
+        {"tokenizer.ggml.eos_token_id": 8},
+        {"tokenizer.ggml.tokens": [b"\xff\xfe", *LLAMA["tokenizer.ggml.tokens"][1:]]},
         {"tokenizer.ggml.merges": ["a q", "nospace"]},
         {"tokenizer.ggml.bos_token_id": "one"},
     ],

@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[str, Any]] = {
             **SIZES, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
         ),
     ),
+    "phi3": ("phi3", lambda: transformers.Phi3Config(**SIZES, sliding_window=16)),
     "gemma3": ("gemma3", lambda: transformers.Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=8)),
 }
 
@@ -49,9 +50,11 @@ def keys_of(arch: str, config: Any) -> dict[str, Any]:
         "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         "vocab_size": config.vocab_size,
     }
-    if arch == "llama":
+    if arch in ("llama", "phi3"):
         keys["rope.dimension_count"] = head_dim
-    if arch not in ("llama", "qwen2"):
+    if arch == "phi3":
+        keys |= {"attention.sliding_window": 16, "rope.scaling.original_context_length": CONTEXT}
+    if arch not in ("llama", "qwen2", "phi3"):
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if arch == "qwen3moe":
         keys |= {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 24}
@@ -190,6 +193,19 @@ def test_a_key_that_says_more_than_the_engine_knows(written):
         assert error.code == "architecture_unsupported"
         assert key in error.message and "safetensors" in error.message
     load(ShardSpec(str(write(path, {**keys, f"{arch}.rope.scaling.type": "none"}, tensors)), 0, 1, threads=1))
+
+
+def test_a_model_in_two_parts(written):
+    _, path, keys, tensors = written
+    expected = Route(path, (1, 3)).run([PROMPT])
+    names = list(tensors)
+    for number, part in enumerate((names[::2], names[1::2])):
+        split = {"split.no": Typed("u16", number), "split.count": Typed("u16", 2), "split.tensors.count": len(names)}
+        target = path.with_name(f"parts-{number + 1:05d}-of-00002.gguf")
+        write(target, {**(keys if number == 0 else {}), **split}, {name: tensors[name] for name in part})
+    for number in (1, 2):
+        parts = path.with_name(f"parts-{number:05d}-of-00002.gguf")
+        assert np.array_equal(Route(parts, (1, 3)).run([PROMPT]), expected)
 
 
 def test_a_value_for_each_layer(tmp_path):

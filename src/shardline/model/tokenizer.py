@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import Array, GGUFHeader
 from shardline.formats.safetensors import read_object
+from shardline.formats.vocabulary import check_vocabulary
 from shardline.wire.messages import TextBundle
 
 END_TEXTS = frozenset(
@@ -74,13 +75,14 @@ def text_of_gguf(header: GGUFHeader, vocab_size: int, context_length: int) -> Mo
     """From GGUF metadata; None where the file has no vocabulary. `model_file_invalid` where it cannot be used."""
     if header.text("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
         return None
+    check_vocabulary(header)
     fields = _gguf_fields(header)
     architecture = header.text("general.architecture")
     try:
         tokenizer, _ = convert_gguf_tokenizer(architecture, fields)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _invalid(f"its tokenizer cannot be built: {error!s:.200}") from None
-    tokenizer = _without_made_up_tokens(tokenizer, len(fields["tokens"]))
+    tokenizer = _without_made_up_tokens(tokenizer, set(fields["tokens"]))
     types = fields.get("token_type", [])
     special = {i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)} | _special_ids(tokenizer)
     named = {
@@ -104,6 +106,7 @@ def text_of_gguf(header: GGUFHeader, vocab_size: int, context_length: int) -> Mo
         chat_template=template or None,
         context_length=context_length,
         fim={name: token for name, token in fim.items() if token is not None},
+        tokens=fields["tokens"],
         before=(named["bos"],) if add_bos and "bos" in named else (),
         after=(named["eos"],) if add_eos and "eos" in named else (),
     )
@@ -121,19 +124,16 @@ def _gguf_fields(header: GGUFHeader) -> dict[str, Any]:
             fields[name] = _strings(header, key) if value.kind == "string" else list(header.numbers(key))
         else:
             fields[name] = header.text(key) if isinstance(value, bytes) else value
-    tokens = fields.get("tokens")
-    if not tokens or len(set(tokens)) != len(tokens):
-        raise _invalid("its vocabulary is missing, or has a token twice")
     return fields
 
 
-def _without_made_up_tokens(tokenizer: Tokenizer, size: int) -> Tokenizer:
+def _without_made_up_tokens(tokenizer: Tokenizer, known: set[str]) -> Tokenizer:
     """transformers adds the special tokens of its tokenizer class where a file has none of them. No model knows their
-    ids: text that looks like one must stay text."""
-    if all(token < size for token in tokenizer.get_added_tokens_decoder()):
+    ids, or has them for other tokens: text that looks like one must stay text."""
+    if all(token.content in known for token in tokenizer.get_added_tokens_decoder().values()):
         return tokenizer
     state = json.loads(tokenizer.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in known]
     return Tokenizer.from_str(json.dumps(state))
 
 
@@ -200,13 +200,14 @@ def _model_text(
     fim: dict[str, int],
     before: tuple[int, ...] | None,
     after: tuple[int, ...] = (),
+    tokens: Sequence[str] = (),
 ) -> ModelText:
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    size = max(vocab_size, max(vocabulary.values(), default=-1) + 1)
+    size = max(vocab_size, len(tokens), max(vocabulary.values(), default=-1) + 1)
     named = {text: token for text, token in vocabulary.items() if token in special}
     end_ids = {token for token in ends if 0 <= token < size} | {named[text] for text in END_TEXTS & named.keys()}
     bundle = TextBundle(
-        pieces=pieces_of(tokenizer, size),
+        pieces=pieces_of(tokenizer, size, tokens),
         special=sorted(token for token in special if token < size),
         eog=sorted(end_ids),
         bos=bos,
@@ -234,9 +235,10 @@ def _fim_of(vocabulary: dict[str, int]) -> dict[str, int] | None:
     return complete if len(complete) == len(FIM_TEXTS) else None
 
 
-def pieces_of(tokenizer: Tokenizer, size: int) -> list[bytes]:
-    """The bytes of token ids 0 to `size` - 1; an id that the vocabulary does not use has none.
+def pieces_of(tokenizer: Tokenizer, size: int, tokens: Sequence[str] = ()) -> list[bytes]:
+    """The bytes of token ids 0 to `size` - 1; an id that nothing is known of has none.
 
+    `tokens`: the whole vocabulary by id, where it is known: of tokens that stand twice the tokenizer keeps one.
     `model_file_invalid` for a tokenizer whose tokens have no bytes of their own (whole words, with spaces made up).
     """
     # The state of the decoder alone: that of the whole tokenizer is megabytes.
@@ -244,7 +246,6 @@ def pieces_of(tokenizer: Tokenizer, size: int) -> list[bytes]:
     steps = decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}
     added = {token: entry.content for token, entry in tokenizer.get_added_tokens_decoder().items()}
-    pieces = [b""] * size
     if "ByteLevel" in kinds:
         alphabet: dict[int, str] = bytes_to_unicode()
         spell: Callable[[str], bytes] = _ByteLevel({char: byte for byte, char in alphabet.items()})
@@ -252,6 +253,7 @@ def pieces_of(tokenizer: Tokenizer, size: int) -> list[bytes]:
         spell = _SentencePiece("ByteFallback" in kinds)
     else:
         raise _invalid(f"its tokens have no bytes of their own (decoder {decoder.get('type')})")
+    pieces = [spell(text) for text in tokens] + [b""] * (size - len(tokens))
     for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
         pieces[token] = added[token].encode() if token in added else spell(text)
     return pieces

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from shardline.errors import ShardlineError
-from shardline.formats.gguf import read_header
+from shardline.formats.gguf_files import read_model
 from shardline.formats.safetensors import read_folder
 from shardline.model import torch_cache
 from shardline.model.backend import BackendEntry, BackendOutput, Buffer, ShardDescription, ShardSpec
@@ -99,7 +99,7 @@ def load(spec: ShardSpec, *, progress: Progress | None = None) -> TorchBackend:
 
 
 def _open(path: Path) -> _Source:
-    """Read the header of the model at `path`; a folder is safetensors, a file is GGUF."""
+    """Read the headers of the model at `path`; a folder is safetensors, a file is GGUF (with its other parts)."""
     if path.is_dir():
         folder = read_folder(path)
         config = read_config(folder)
@@ -111,15 +111,15 @@ def _open(path: Path) -> _Source:
             fill=lambda weights: load_safetensors(folder, weights),
             text=lambda context: text_of_folder(path, config, config.get_text_config().vocab_size, context),
         )
-    header = read_header(path)
-    config = config_of(header)
+    model = read_model(path)
+    config = config_of(model)
     return _Source(
-        name=header.text("general.name", path.stem),
+        name=model.header.text("general.name", path.stem),
         config=config,
         dtype=torch.float32,
-        quantisation=quantisation_of(header),
-        fill=lambda weights: load_gguf(header, path, weights),
-        text=lambda context: text_of_gguf(header, config.vocab_size, context),
+        quantisation=quantisation_of(model),
+        fill=lambda weights: load_gguf(model, weights),
+        text=lambda context: text_of_gguf(model.header, config.vocab_size, context),
     )
 
 

@@ -135,7 +135,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     try:
         with torch.device("meta"), initialization.no_tie_weights(), initialization.meta_device_safe_creation_ops():
             model = kind._from_config(config, dtype=dtype, attn_implementation=attention)
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, IndexError, AssertionError) as error:
         raise unsupported(config, f"its configuration is refused ({type(error).__name__}: {error})"[:500]) from None
     model.eval()
     skeleton = _find_parts(model, dtype)

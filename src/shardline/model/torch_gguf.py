@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CO
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from shardline.errors import ShardlineError
-from shardline.formats.gguf import Array, GGUFHeader, TensorInfo, Value
+from shardline.formats.gguf import Array, TensorInfo, Value
+from shardline.formats.gguf_files import GGUFModel
 from shardline.formats.layers import place_of
 from shardline.model.torch_build import Skeleton
 from shardline.model.torch_weights import CHUNK_BYTES, OpenFiles, ShardWeights, StoredTensor, file_invalid, fill_plain
@@ -36,6 +37,8 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _MORE_KEYS = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
@@ -53,32 +56,33 @@ def _unsupported(architecture: str, why: str) -> ShardlineError:
     )
 
 
-def quantisation_of(header: GGUFHeader) -> str:
-    """The tensor type that most bytes of the file have."""
+def quantisation_of(model: GGUFModel) -> str:
+    """The tensor type that most bytes of the model have."""
     sizes: Counter[str] = Counter()
-    for info in header.tensors.values():
+    for info in model.tensors.values():
         sizes[info.type] += info.nbytes
     return sizes.most_common(1)[0][0] if sizes else "none"
 
 
-def config_of(header: GGUFHeader) -> PreTrainedConfig:
-    """The transformers configuration of a GGUF file.
+def config_of(model: GGUFModel) -> PreTrainedConfig:
+    """The transformers configuration of a GGUF model.
 
     Raises `architecture_unsupported` for an architecture without a table, and for a key of the architecture that no
     table knows: what it says about the computation would be lost.
     """
+    header = model.header
     architecture = header.text("general.architecture")
     kind = _model_type(architecture)
     table = GGUF_CONFIG_MAPPING[kind]
     fields: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind, {}))
-    fields["tie_word_embeddings"] = "output.weight" not in header.tensors
+    fields["tie_word_embeddings"] = "output.weight" not in model.tensors
     for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items():
-        if f"tokenizer.{key}" in header.kv:
-            fields[name] = header.integer(f"tokenizer.{key}")
+        # Absent ids are None: those of the model type are of another vocabulary.
+        fields[name] = header.integer(f"tokenizer.{key}") if f"tokenizer.{key}" in header.kv else None
     prefix = f"{architecture}."
     stated = {key.removeprefix(prefix): value for key, value in header.kv.items() if key.startswith(prefix)}
     for key, value in stated.items():
-        name = table[key] if key in table else _more(key, value, architecture)
+        name = table[key] if key in table else _more(key, stated, architecture)
         if name is not None:
             fields[name] = _scalar(key, value, architecture)
     tokens = header.kv.get("tokenizer.ggml.tokens")
@@ -100,11 +104,12 @@ def _model_type(architecture: str) -> str:
     raise _unsupported(architecture, "transformers has no table for the architecture")
 
 
-def _more(key: str, value: Value, architecture: str) -> str | None:
+def _more(key: str, stated: Mapping[str, Value], architecture: str) -> str | None:
     """The name of a key that is not in the architecture's table; None where there is nothing to keep."""
     if key in _MORE_KEYS:
         return _MORE_KEYS[key]
-    if key in _HEAD_WIDTHS or (key, value) == ("rope.scaling.type", b"none"):
+    unscaled = {"rope.scaling.type": b"none", "rope.scaling.original_context_length": stated.get("context_length")}
+    if key in _HEAD_WIDTHS or (key in unscaled and stated[key] == unscaled[key]):
         return None
     raise _unsupported(architecture, f"it does not know the key {key}")
 
@@ -146,13 +151,13 @@ def _check_widths(config: PreTrainedConfig, stated: Mapping[str, Value], archite
             raise _unsupported(architecture, f"{key} is {value!r:.40}, but a head has the width {width}")
 
 
-def load_gguf(header: GGUFHeader, path: Path, weights: ShardWeights) -> None:
+def load_gguf(model: GGUFModel, weights: ShardWeights) -> None:
     """Fill the Shard's parameters. Raises `model_file_invalid` with the name of what is missing, unexpected or odd."""
-    architecture = header.text("general.architecture")
+    architecture = model.header.text("general.architecture")
     skeleton = weights.skeleton
     transform = Transform(skeleton, architecture)
     jobs: dict[str, list[TensorInfo]] = {}
-    for name, info in header.tensors.items():
+    for name, info in model.tensors.items():
         target = transform.target(name)
         if target is not None:
             jobs.setdefault(target, []).append(info)
@@ -164,12 +169,12 @@ def load_gguf(header: GGUFHeader, path: Path, weights: ShardWeights) -> None:
         if absent and weights.wants(target):
             raise file_invalid(f"{min(absent)} is missing in the model file", tensors=sorted(absent))
     with OpenFiles() as files:
-        stored = partial(_stored, files, path)
+        stored = partial(_stored, files, model.paths)
         for target, infos in jobs.items():
             if weights.wants(target):
                 _fill(target, infos, stored, transform, weights)
-        if _ROPE_FACTORS in header.tensors:
-            _divide_frequencies(skeleton, stored(header.tensors[_ROPE_FACTORS]).load(torch.float32), architecture)
+        if _ROPE_FACTORS in model.tensors:
+            _divide_frequencies(skeleton, stored(model.tensors[_ROPE_FACTORS]).load(torch.float32), architecture)
 
 
 class _Names:
@@ -260,7 +265,8 @@ def _as_parameter(name: str, skeleton: Skeleton) -> str:
     return f"{skeleton.decoder_name}.{skeleton.layers_name}.{place}.{name}" if isinstance(place, int) else name
 
 
-def _stored(files: OpenFiles, path: Path, info: TensorInfo) -> StoredTensor:
+def _stored(files: OpenFiles, paths: Sequence[Path], info: TensorInfo) -> StoredTensor:
+    path = paths[info.file]
     plain = _PLAIN.get(info.type)
     if plain is not None:
         fill = partial(fill_plain, files, path, info.offset, plain)

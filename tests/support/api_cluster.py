@@ -18,6 +18,7 @@ import httpx
 from shardline.gateway import run as gateway_run
 from shardline.options import GatewayOptions
 from shardline.settings import Settings
+from shardline.transport.tracker_client import TrackerClient
 from tests.support.cluster import Stream
 from tests.support.local_cluster import CREDENTIAL, SCRIPT, LocalCluster, Role
 from tests.support.relay import Relay, free_port
@@ -157,6 +158,7 @@ async def api_cluster(
         for number, (first, last) in enumerate(layers):
             start = cluster.start_behind_relay if number in relayed else cluster.start_node
             await start(first, last, **node_options)
+        cluster.tracker_client = TrackerClient(cluster.client, cluster.tracker.url)
         await cluster.start_gateway(api_keys=tuple(api_keys))
         for node in cluster.nodes:
             await node.until("ready")

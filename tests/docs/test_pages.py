@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -78,3 +79,11 @@ def test_the_makefile_lists_its_verbs() -> None:
     done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, timeout=10)
     for verb in ("demo", "test", "check", "bench", "docs"):
         assert f"  make {verb}\t" in done.stdout
+
+
+def test_the_test_that_a_module_names_is_there() -> None:
+    """Each module says which test shows it."""
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for named in re.findall(r"tests/[\w/.*]+", docstring):
+            assert list(ROOT.glob(named.rstrip("."))), f"{path.relative_to(ROOT)}: {named}"

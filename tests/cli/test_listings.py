@@ -18,6 +18,9 @@ NODE = {
     "health": {"alive": True},
     "kv": {"used_tokens": 5, "capacity_tokens": 4096, "sessions": 1},
     "rss_bytes": 3 << 29,
+    "last_seen_s": 0.42,
+    "state": "ready",
+    "reason": None,
     "shards": [{"model": "smol", "first": 0, "last": 15, "state": "ready"}],
 }
 
@@ -34,13 +37,27 @@ def test_sizes_for_people() -> None:
 
 def test_nodes_show_layers_state_and_why(stage) -> None:
     failed = {**NODE, "id": "n-9", "shards": [{**NODE["shards"][0], "state": "failed", "reason": "no memory"}]}
-    down = {**NODE, "id": "n-8", "health": {"alive": False}}
+    down = {**NODE, "id": "n-8", "state": "out", "reason": "reported: node_lost"}
     text = nodes_text([NODE, failed, down, {"id": "n-7", "shards": []}])
     lines = text.splitlines()
     assert lines[1].split() == [
-        *("n-0123", "0:15", "smol", "torch-f32", "ready", "5/4096", "1", "1.5", "GiB", "77", "http://127.0.0.1:5000")
+        *(
+            "n-0123",
+            "0:15",
+            "smol",
+            "torch-f32",
+            "ready",
+            "5/4096",
+            "1",
+            "1.5",
+            "GiB",
+            "0.4",
+            "s",
+            "77",
+            "http://127.0.0.1:5000",
+        )
     ]
-    assert "failed (no memory)" in lines[2] and "engine down" in lines[3] and lines[4].startswith("n-7")
+    assert "failed (no memory)" in lines[2] and "out (reported: node_lost)" in lines[3] and lines[4].startswith("n-7")
     assert "shardline node" in nodes_text([])
     stage.json("GET /v1/nodes", {"nodes": [NODE]})
     shown = CliRunner().invoke(cli, ["nodes", "--tracker", stage.url, "--json"])

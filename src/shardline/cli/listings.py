@@ -60,25 +60,31 @@ def nodes_text(listed: Sequence[dict[str, Any]]) -> str:
     rows = []
     for node in listed:
         kv = node.get("kv") or {}
-        health = node.get("health") or {}
         for shard in node.get("shards") or [{}]:
-            state = shard.get("state", "–") if health.get("alive", True) else "engine down"
-            reason = f" ({shard['reason']})" if shard.get("reason") else ""
             rows.append(
                 (
                     node["id"],
                     f"{shard['first']}:{shard['last']}" if "first" in shard else "–",
                     str(shard.get("model", "–")),
                     str((node.get("engine") or {}).get("engine_class", "–")),
-                    state + reason,
+                    node_state(node, shard),
                     f"{kv.get('used_tokens', 0)}/{kv.get('capacity_tokens', 0)}",
                     str(kv.get("sessions", 0)),
                     size(node.get("rss_bytes")),
+                    f"{node['last_seen_s']:.1f} s" if node.get("last_seen_s") is not None else "–",
                     str(node.get("pid", "–")),
                     node.get("url", "–"),
                 )
             )
-    return columns(("NODE", "LAYERS", "MODEL", "ENGINE", "STATE", "KV USED", "SESSIONS", "RSS", "PID", "URL"), rows)
+    header = ("NODE", "LAYERS", "MODEL", "ENGINE", "STATE", "KV USED", "SESSIONS", "RSS", "SEEN", "PID", "URL")
+    return columns(header, rows)
+
+
+def node_state(node: dict[str, Any], shard: dict[str, Any]) -> str:
+    """The Tracker's word on the Node where it is in no route, else the Shard's own, each with its reason."""
+    of = node if node.get("state", "ready") != "ready" else shard
+    reason = f" ({of['reason']})" if of.get("reason") else ""
+    return f"{of.get('state', '–')}{reason}"
 
 
 @click.command()

@@ -64,20 +64,20 @@ def loaded(path: Path) -> tuple[Any, Callable[[str], list[int]]]:
         tokenizer = AutoTokenizer.from_pretrained(path)
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), tokenizer.encode
     # transformers' own loading of GGUF takes half a minute and one more package; class and weights are the same.
-    from shardline.formats.gguf import read_header
+    from shardline.formats.gguf_files import read_model
     from shardline.model.tokenizer import text_of_gguf
     from shardline.model.torch_build import build, fill_buffers
     from shardline.model.torch_gguf import config_of, load_gguf
     from shardline.model.torch_weights import ShardWeights
 
-    header = read_header(path)
-    config = config_of(header)
+    source = read_model(path)
+    config = config_of(source)
     skeleton = build(config, torch.float32)
     weights = ShardWeights(skeleton, 0, skeleton.n_layers, None)
     fill_buffers(skeleton, 0, skeleton.n_layers)
-    load_gguf(header, path, weights)
+    load_gguf(source, weights)
     weights.finish()
-    text = text_of_gguf(header, config.vocab_size, config.max_position_embeddings)
+    text = text_of_gguf(source.header, config.vocab_size, config.max_position_embeddings)
     if text is None:
         raise SystemExit(f"{path} has no tokenizer")
     return skeleton.model.eval(), partial(text.tokenize, add_special=False, parse_special=True)

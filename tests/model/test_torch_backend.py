@@ -201,7 +201,7 @@ import resource, sys
 from shardline.model.backend import ShardSpec
 from shardline.model.torch_backend import load
 from tests.support.torch_models import entry
-rows = 4_000
+rows = 2_000
 shard = load(ShardSpec(sys.argv[1], 0, 1, threads=1))
 shard.open(0)
 shard.open(1)

@@ -11,9 +11,11 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from shardline.cli.demo_model import demo_model
 from shardline.formats.gguf import read_header
+from shardline.formats.gguf_files import read_model
 from shardline.model.backend import ShardSpec
 from shardline.model.self_test import self_test
 from shardline.model.torch_backend import load
+from shardline.model.torch_gguf import config_of
 from shardline.wire.messages import TextBundle
 from tests.model.test_torch_weights import peak_memory
 from tests.support.torch_models import Route, entry, reference_greedy, reference_logits, result
@@ -29,13 +31,13 @@ CHAT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>
 def reference():
     """transformers' own reading of the file, weights and configuration: slow, and it takes the whole model."""
     torch.set_num_threads(1)
-    config = load_gguf_checkpoint(FILE)["config"]
-    config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-    with torch.device("meta"):
-        empty = transformers.AutoModelForCausalLM.from_config(config)
-    tensors = load_gguf_checkpoint(FILE, return_tensors=True, model_to_load=empty)["tensors"]
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    lost = model.load_state_dict(tensors, strict=False)
+    with torch.device("meta"):  # for its parameter names; what it is built from is compared below
+        empty = transformers.AutoModelForCausalLM.from_config(config_of(read_model(FILE)))
+    found = load_gguf_checkpoint(FILE, return_tensors=True, model_to_load=empty)
+    config = transformers.AutoConfig.for_model(found["config"].pop("model_type"), **found["config"])
+    with transformers.initialization.no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    lost = model.load_state_dict(found["tensors"], strict=False)
     assert lost.missing_keys == ["lm_head.weight"] and not lost.unexpected_keys
     model.tie_weights()
     return model

@@ -21,17 +21,19 @@ from shardline.gateway.admission import Admission
 from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.metrics import GatewayMetrics
+from shardline.gateway.served_models import ServedModels
 from shardline.gateway.session import RouteSession
 from shardline.settings import Settings
 from shardline.telemetry.records import Record, Records
 from shardline.transport.carrier import Carrier
 from shardline.transport.http_client import HttpClient
 from shardline.transport.tracker_client import TrackerClient
-from shardline.wire.messages import ModelInfo, RouteRequest
+from shardline.wire.messages import ModelInfo, RouteAnswer, RouteRequest
 from shardline.wire.telemetry import TelemetryEvent
 
 log = structlog.get_logger(__name__)
-_MODELS_FRESH_S = 1.0
+_FOR_CLIENTS = frozenset({"model_not_found", "model_unavailable", "capacity", "kv_exhausted"})
+_RETRY_AFTER_S = 2
 _CLOSE_S = 0.25
 """How long the end of an answer waits for the last numbers of its Nodes."""
 
@@ -86,9 +88,11 @@ class RunningGeneration:
         await self._ended.wait()
 
     async def stop(self) -> None:
-        """The text is complete: what was computed beyond it is dropped."""
+        """The text is complete: what was computed beyond it is dropped. Waits for slow Nodes as little as any end."""
         self._end("completed")
-        await self._ended.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._ended.wait()
 
     async def ended(self) -> None:
         """Return when all is closed and the record says how it ended."""
@@ -119,12 +123,11 @@ class RunningGeneration:
         self._wake.set()
 
     async def run(self) -> None:
-        """From queued to ended; never raises. All tasks of the session live and die in here."""
-        error: ShardlineError | None = None
+        """From queued to ended; raises nothing. All tasks of the session live and die in here."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 telemetry = tasks.create_task(self._forward_telemetry())
-                work = tasks.create_task(self._generate(tasks))
+                work = tasks.create_task(self._work(tasks))
                 ending = tasks.create_task(self._ending.wait())
                 await asyncio.wait({work, ending}, return_when=asyncio.FIRST_COMPLETED)
                 for task in (work, ending):
@@ -133,35 +136,56 @@ class RunningGeneration:
                 if self._session is not None:
                     await self._session.close()
                 telemetry.cancel()
-        except* ShardlineError as group:
-            error = _first(group)
-        except* Exception as group:
+        except Exception as error:
             # The boundary of one generation: a fault of ours ends this session, not the Gateway.
-            log.exception("generation_failed", exc_info=group, session=self.id)
-            error = ShardlineError("internal", "the Gateway failed at this generation", session=self.id)
+            self._fault(error)
+        except asyncio.CancelledError:
+            self._end_as = self._end_as or "failed"
+            raise
         finally:
-            self._conclude(error)
+            self._conclude()
 
-    def _conclude(self, error: ShardlineError | None) -> None:
-        status = self._end_as or "completed"
-        if status == "failed":
-            error = ShardlineError("draining", "the Gateway was stopped by its operator", limit="drain")
-        if error is not None and self._end_as in (None, "failed"):
-            self._failure = error
-            self._record.fail(error)
-            status = "failed"
-        elif status == "cancelled":
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        """What is done for the client. A failure is told at once; closing the Nodes comes after."""
+        try:
+            await self._generate(tasks)
+        except ShardlineError as error:
+            if self._end_as is None:
+                self._tell_failure(error)
+        except Exception as error:
+            self._fault(error)
+
+    def _fault(self, error: Exception) -> None:
+        log.exception("generation_failed", exc_info=error, session=self.id)
+        if self._failure is None:
+            self._tell_failure(ShardlineError("internal", "the Gateway failed at this generation", session=self.id))
+
+    def _tell_failure(self, error: ShardlineError) -> None:
+        self._failure = error
+        self._record.fail(error)
+        self._opened.set()
+        self._wake.set()
+
+    def _conclude(self) -> None:
+        """Nothing runs any more: say how it ended, to whoever waits first of all."""
+        if self._failure is None and self._end_as == "failed":
+            reason = "the Gateway was stopped by its operator"
+            self._tell_failure(ShardlineError("draining", reason, limit="drain"))
+        elif self._failure is None and self._end_as == "cancelled":
             self._failure = ShardlineError("cancelled", "the request was cancelled", session=self.id)
             self._record.enter("cancelled")
         else:
             self._record.enter("completed")
-        session = self._session
-        if session is not None:
-            self._owner.report(session, status)
         self._opened.set()
         self._ended.set()
         self._wake.set()
-        self._owner.ended(self._record)
+        self._record.cancel = not_running
+        try:
+            if self._session is not None:
+                self._owner.report(self._session, self._record.phase)
+            self._owner.ended(self._record)
+        except Exception as error:
+            log.exception("report_failed", exc_info=error, session=self.id)
 
     async def _generate(self, tasks: asyncio.TaskGroup) -> None:
         admission = self._owner.admission(self._request.model)
@@ -191,7 +215,7 @@ class RunningGeneration:
         """One try: route, tickets, all Nodes. What it opened is closed again before a refusal leaves it."""
         owner, request = self._owner, self._request
         self._record.enter("routing")
-        answer = await owner.tracker.routes(
+        answer = await owner.route(
             RouteRequest(
                 model=request.content_id,
                 kv_tokens=len(request.prompt) + request.max_tokens,
@@ -216,9 +240,12 @@ class RunningGeneration:
         )
         try:
             await session.open()
-        except ShardlineError as error:
-            owner.report_open_failure(session, error)
+        except ShardlineError:
+            owner.report(session, "failed")
             self._record.enter("queued")
+            raise
+        except asyncio.CancelledError:
+            owner.report(session, "cancelled")
             raise
         self._session = session
         return session
@@ -231,13 +258,18 @@ class RunningGeneration:
             await self._record.changed()
 
 
-def _first(group: BaseExceptionGroup[ShardlineError]) -> ShardlineError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if not isinstance(error, ShardlineError):
-        raise TypeError("a group of ShardlineError has another member")
-    return error
+def not_running(reason: str) -> None:
+    """Cancels what has ended: nothing."""
+
+
+def of_tracker(error: ShardlineError) -> ShardlineError:
+    """What a client may hear of a Tracker's refusal: its own business, or that the cluster has a problem, but neither
+    addresses nor answers that were meant for the Gateway."""
+    if error.code in _FOR_CLIENTS:
+        return error
+    log.warning("tracker_refused", code=error.code, reason=error.message)
+    why = "does not answer" if error.code == "tracker_unreachable" else f"refused this Gateway ({error.code})"
+    return ShardlineError("tracker_unreachable", f"the Tracker {why}", retry_after=_RETRY_AFTER_S)
 
 
 class RouteGenerations:
@@ -265,11 +297,7 @@ class RouteGenerations:
         self._tasks: asyncio.TaskGroup | None = None
         self._avoid_nodes: dict[str, float] = {}
         self._avoid_links: dict[tuple[str, str], float] = {}
-        self._models: tuple[float, list[ModelInfo]] | None = None
-        self._models_lock = asyncio.Lock()
-        self._telling: set[asyncio.Task[None]] = set()
-        """Reports of failures that the Tracker has not heard yet."""
-        self._reported = 0
+        self._served = ServedModels(tracker)
         self._live: set[RunningGeneration] = set()
         self._draining = False
 
@@ -323,19 +351,25 @@ class RouteGenerations:
             await asyncio.sleep(0.02)
 
     async def models(self) -> list[ModelInfo]:
-        """What the Tracker's routing sees, at most a second old; one question at a time. A request that follows a
-        failure is told what is missing since, not that the lost head Node does not answer."""
-        async with self._models_lock:
-            if self._telling:
-                await asyncio.wait(set(self._telling), timeout=_MODELS_FRESH_S)
-            now = time.monotonic()
-            if self._models is None or now - self._models[0] > _MODELS_FRESH_S:
-                reported = self._reported
-                models = (await self.tracker.models()).models
-                if reported != self._reported:
-                    return models  # what failed while it was on its way may not be in it
-                self._models = (now, models)
-            return self._models[1]
+        """What the Tracker's routing sees. A request that follows a failure is told what is missing since, not that the
+        lost head Node does not answer."""
+        try:
+            return await self._served.all()
+        except ShardlineError as error:
+            raise of_tracker(error) from None
+
+    async def route(self, asked: RouteRequest) -> RouteAnswer:
+        """A route from the Tracker, for a model that was listed a moment ago."""
+        try:
+            return await self.tracker.routes(asked)
+        except ShardlineError as error:
+            if error.code not in ("model_not_found", "model_unavailable"):
+                raise of_tracker(error) from None
+            self._served.doubt()
+            if error.code == "model_unavailable":
+                raise
+            message = f"no Node serves the model '{asked.model[:100]}' now"
+            raise ShardlineError("model_unavailable", message, param="model", retry_after=_RETRY_AFTER_S) from None
 
     def admission(self, model: str) -> Admission:
         if model not in self._admissions:
@@ -388,14 +422,7 @@ class RouteGenerations:
             return
         telling = self._tasks.create_task(self._tell(session, status))
         if outcome.node is not None or outcome.link is not None:
-            self._models = None
-            self._reported += 1
-            self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
-
-    def report_open_failure(self, session: RouteSession, error: ShardlineError) -> None:
-        if error.code in ("node_lost", "engine_lost", "deadline"):
-            self.report(session, "failed")
+            self._served.doubt(telling)
 
     async def _tell(self, session: RouteSession, status: str) -> None:
         with contextlib.suppress(ShardlineError):

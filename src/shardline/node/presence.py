@@ -33,7 +33,17 @@ from shardline.wire.messages import (
 from shardline.wire.tickets import SignatureRefused, peek, public_bytes, sign
 
 log = structlog.get_logger(__name__)
-_FINAL = frozenset({"registration_refused", "protocol_mismatch", "identity_in_use", "unauthorized", "forbidden"})
+_FINAL = frozenset(
+    {
+        "registration_refused",
+        "protocol_mismatch",
+        "identity_in_use",
+        "address_refused",
+        "layers_invalid",
+        "unauthorized",
+        "forbidden",
+    }
+)
 """Refusals that trying again does not cure."""
 _PROBE_S = 1.0
 _RETRY_S = 0.5

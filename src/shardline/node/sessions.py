@@ -1,7 +1,8 @@
 """The open sessions of one Node: from a verified ticket to a freed cache, and who still listens.
 
 Owns slots, their streams, the KV ledger and the watch over Gateways. Which step runs when is host.py's; the rules of
-one session are in slots.py. A slot is freed once, between two engine calls. Shown by tests/gateway/test_session.py and tests/cluster/.
+one session are in slots.py. A slot is freed once, between two engine calls. Shown by tests/gateway/test_session.py
+and tests/cluster/.
 """
 
 from __future__ import annotations

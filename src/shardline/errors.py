@@ -65,6 +65,8 @@ CATALOGUE: dict[str, Fault] = {
     "numerical_error": Fault(
         502, SERVER, False, "A Node sent values that are not finite: check its hardware and file."
     ),
+    "shard_unready": Fault(503, SERVER, True, "A Shard of the route is being loaded. Wait as Retry-After says."),
+    "node_refused": Fault(502, SERVER, False, "A Node refused its part in the session: its log and `reject` say why."),
     "engine_lost": Fault(502, SERVER, True, "The engine of a Node died. It is started again by itself; send again."),
     "engine_error": Fault(502, SERVER, False, "The engine of a Node failed: its log has the cause."),
     "engine_out_of_memory": Fault(502, SERVER, True, "A Node ran out of memory: lower its KV limit."),

@@ -18,9 +18,10 @@ from shardline.settings import Settings
 
 T = TypeVar("T")
 
-CAPACITY_CODES = frozenset({"kv_exhausted", "capacity", "draining"})
+CAPACITY_CODES = frozenset({"kv_exhausted", "capacity", "draining", "shard_unready"})
 """Refusals that waiting can cure."""
-_RETRY_S = 0.25
+_RETRY_S = (0.25, 2.0)
+"""The head of the queue tries again by itself after so long, and at most so long: other Gateways free places too."""
 
 
 class _Place:
@@ -89,17 +90,19 @@ class Admission:
         refusal: ShardlineError | None,
     ) -> T:
         deadline = time.monotonic() + self._settings.queue_wait_s
+        pause, most = _RETRY_S
         while (left := deadline - time.monotonic()) > 0:
             position = self._queue.index(place) + 1
             moved(position)
             try:
-                async with asyncio.timeout(min(left, _RETRY_S)):
+                async with asyncio.timeout(min(left, pause)):
                     await place.turn.wait()
             except TimeoutError:
                 pass
             place.turn.clear()
             if self._queue[0] is not place:
                 continue
+            pause = min(most, 2 * pause)
             try:
                 return await attempt()
             except ShardlineError as error:

@@ -69,7 +69,7 @@ class Liveness:
                         f"{url}/v1/beats",
                         body=self._body,
                         content_type="application/json",
-                        timeout_s=self._settings.beat_timeout_s,
+                        timeout_s=self._settings.beat_interval_s,  # one that is stuck must not silence the next
                         limit="heartbeat",
                     )
                 await asyncio.sleep(max(0.0, started + self._settings.beat_interval_s - time.monotonic()))

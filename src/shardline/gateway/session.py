@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import structlog
 
-from shardline.errors import ShardlineError, from_body
+from shardline.errors import CATALOGUE, ShardlineError, from_body
 from shardline.gateway.liveness import Liveness
 from shardline.settings import Settings
 from shardline.telemetry.records import Record
@@ -45,6 +46,24 @@ from shardline.wire.messages import (
 from shardline.wire.steps import FLAG_LAST_CHUNK, FLAG_OUTPUT, LANE_PREFILL, TOKENS_ONLY, Entry, Step, encode
 from shardline.wire.tickets import peek
 
+_CODES_OF_SEAMS = frozenset({"seam_lost", "seam_invalid", "seam_gap", "numerical_error"})
+_CODES_OF_NODES = _CODES_OF_SEAMS | {
+    "capacity",
+    "deadline",
+    "draining",
+    "engine_error",
+    "engine_lost",
+    "engine_out_of_memory",
+    "gateway_lost",
+    "kv_exhausted",
+    "queue_overflow",
+    "rollback_unsupported",
+    "shard_unready",
+}
+"""What a Node may say of itself to a client. Everything else it says is told as a refusal, with its code beside it."""
+_DETAILS_OF_NODES = ("limit", "wanted", "free", "capacity", "retry_after", "reject")
+_BLAMED_NODE = frozenset({"node_lost", "engine_lost", "numerical_error"})
+log = structlog.get_logger(__name__)
 _events = msgspec.json.Decoder(StreamEvent)
 _CLOSE_S = 1.0
 """How long a Node may take to say `closed` before its connection is cut, which means the same."""
@@ -108,6 +127,8 @@ class RouteSession:
         self._closing = False
         self._moved = now
         """When any hop last got further."""
+        self._next_index = 0
+        self._closed = asyncio.Event()
 
     # ---- opening ---------------------------------------------------------------------------------------------
 
@@ -152,16 +173,19 @@ class RouteSession:
                 limit="open",
                 on_line=lambda raw: self._heard(line, raw),
             ) as stream:
+                if stream.status >= 400:
+                    self._fail(self._of_node(line, await stream.error(), fallback="node_refused"))
+                    return
                 if stream.status != 200:
-                    refusal = await stream.error()
-                    refusal.details.setdefault("node", line.hop.node)
-                    self._fail(refusal)
+                    self._fail(self._lost(line, f"answered with status {stream.status}"))
                     return
                 failure = await stream.ended()
             if not line.ended:
-                self._fail(self._lost(line, f"ended the session's stream ({failure or 'without a word'})"))
+                why = failure.brief if isinstance(failure, HttpFailure) else "without a word"
+                self._fail(self._lost(line, f"ended the session's stream ({why})"))
         except HttpFailure as failure:
-            self._fail(self._lost(line, f"is not reached ({failure.why})"))
+            log.info("node_not_reached", node=line.hop.node, reason=str(failure))
+            self._fail(self._lost(line, f"is not reached ({failure.brief})"))
         finally:
             line.ended = True
             self._changed.set()
@@ -223,20 +247,39 @@ class RouteSession:
             message = f"Node {line.hop.node} sent token id {token.id}, the vocabulary has {self.route.vocab_size}"
             self._fail(ShardlineError("seam_invalid", message, node=line.hop.node))
             return
+        if token.index != self._next_index or token.index >= self._max_tokens:
+            message = f"Node {line.hop.node} sent token {token.index} of {self._max_tokens}, {self._next_index} is next"
+            self._fail(ShardlineError("seam_invalid", message, node=line.hop.node))
+            return
+        self._next_index += 1
         self._moved = line.heard
         self._record.hop_times(line.hop.index, token.times)
         self._tokens.append(token)
 
     def _node_failed(self, line: _Line, event: Failed) -> None:
-        error = from_body(event.error, fallback="engine_error")
-        error.details.setdefault("node", line.hop.node)
+        error = self._of_node(line, from_body(event.error, fallback="engine_error"), fallback="engine_error")
         if error.code != "seam_lost":
             self._fail(error)
             return
-        target = next((x for x in self._lines if x.hop.node == error.details.get("to")), None)
+        target = next((x for x in self._lines if x.hop.node == error.details["to"]), None)
         if self.failure is None and not self._pending_verdict:
-            self._pending_verdict = True
-            self._tasks.create_task(self._arbitrate(error, target))
+            self._start(self._arbitrate(error, target))
+
+    def _of_node(self, line: _Line, said: ShardlineError, *, fallback: str) -> ShardlineError:
+        """What a client and the Tracker may take from a Node's word: a code that is a Node's to use, and itself as the
+        only one to blame; of a link, only its own end and a Node of this route."""
+        details = {k: said.details[k] for k in _DETAILS_OF_NODES if k in said.details}
+        code = said.code
+        if code not in _CODES_OF_NODES:
+            details["reject"] = code
+            code = fallback
+        if code in _CODES_OF_SEAMS:
+            to = said.details.get("to")
+            if to in [x.hop.node for x in self._lines]:
+                details.update({"from": line.hop.node, "to": to})
+            elif code == "seam_lost":
+                code = "engine_error"
+        return ShardlineError(code, said.message, node=line.hop.node, **details)
 
     async def _arbitrate(self, error: ShardlineError, target: _Line | None) -> None:
         """A push failed. If its target is dead or silent too, that is the news; else the link between them is."""
@@ -312,13 +355,20 @@ class RouteSession:
                 ack = await self._carrier.push(
                     head.url, body, timeout_s=self._settings.prefill_chunk_s, limit="prefill_chunk"
                 )
-            except (HttpFailure, ShardlineError) as error:
+            except HttpFailure as failure:
+                log.info("head_not_reached", node=head.node, reason=str(failure))
                 details = {"from": "gateway", "to": head.node}
-                self._start(self._arbitrate(ShardlineError("seam_lost", str(error), **details), self._lines[0]))
+                message = f"the head {head.node} did not take a chunk ({failure.brief})"
+                self._start(self._arbitrate(ShardlineError("seam_lost", message, **details), self._lines[0]))
+                return
+            except ShardlineError as error:
+                self._fail(self._of_node(self._lines[0], error, fallback="seam_invalid"))
                 return
             for reject in ack.rejected:
                 if reject.code not in ("duplicate", "session_gone"):
-                    self._fail(ShardlineError("seam_invalid", reject.message, node=head.node, reject=reject.code))
+                    code = reject.code if reject.code in CATALOGUE else "seam_invalid"
+                    said = ShardlineError(code, reject.message)
+                    self._fail(self._of_node(self._lines[0], said, fallback="seam_invalid"))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         self._pending_verdict = True
@@ -343,14 +393,18 @@ class RouteSession:
     async def close(self) -> None:
         """Close on every Node, whatever their state; returns when all have freed or a limit has passed. Idempotent."""
         if self._closing:
+            await self._closed.wait()
             return
         self._closing = True
         self._changed.set()
         self._liveness.unwatch(self, self._urls)
-        async with asyncio.TaskGroup() as group:
-            for line in self._lines:
-                if line.task is not None and not line.task.done():
-                    group.create_task(self._close_line(line))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for line in self._lines:
+                    if line.task is not None and not line.task.done():
+                        group.create_task(self._close_line(line))
+        finally:
+            self._closed.set()
 
     async def _close_line(self, line: _Line) -> None:
         """Ask the Node to close, wait for `closed` on the stream; a stream that does not end is cut."""
@@ -371,9 +425,10 @@ class RouteSession:
         if error is None:
             return Outcome(status="cancelled" if status == "cancelled" else "completed", tokens=self._record.tokens)
         link = None
-        if error.code == "seam_lost" and "from" in error.details and error.details["from"] != "gateway":
-            link = (str(error.details["from"]), str(error.details["to"]))
-        node = error.details.get("node") if error.code in ("node_lost", "engine_lost", "numerical_error") else None
+        source, target = error.details.get("from"), error.details.get("to")
+        if error.code == "seam_lost" and isinstance(source, str) and isinstance(target, str) and source != "gateway":
+            link = (source, target)
+        node = error.details.get("node") if error.code in _BLAMED_NODE else None
         return Outcome(
             status="failed",
             code=error.code,

@@ -15,9 +15,18 @@ class HttpFailure(Exception):
         self.peer = peer
         self.why = why
 
+    @property
+    def brief(self) -> str:
+        """The kind of failure in words for a stranger: no address, no text of the system's."""
+        return "its answer broke off"
+
 
 class ConnectFailed(HttpFailure):
     """No connection: refused, unreachable, unresolved, or not within the limit `connect`. No byte was sent."""
+
+    @property
+    def brief(self) -> str:
+        return "no connection"
 
 
 class BeforeResponse(HttpFailure):
@@ -30,6 +39,10 @@ class BeforeResponse(HttpFailure):
         super().__init__(peer, why)
         self.reused = reused
 
+    @property
+    def brief(self) -> str:
+        return "the connection broke"
+
 
 class BrokenResponse(HttpFailure):
     """The response began, and then broke off, grew past its limit, or was not HTTP."""
@@ -41,6 +54,10 @@ class NotOurPeer(HttpFailure):
     def __init__(self, peer: str, why: str) -> None:
         super().__init__(peer, f"not our peer: {why}")
 
+    @property
+    def brief(self) -> str:
+        return "something else answers there"
+
 
 class TimedOut(HttpFailure):
     """The answer did not come within the wait that is called `limit`. The connection was closed."""
@@ -48,3 +65,7 @@ class TimedOut(HttpFailure):
     def __init__(self, peer: str, limit: str, seconds: float) -> None:
         super().__init__(peer, f"no answer within the limit {limit} ({seconds:g} s)")
         self.limit = limit
+
+    @property
+    def brief(self) -> str:
+        return self.why

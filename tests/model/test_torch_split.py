@@ -5,9 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from tests.support.torch_models import CONFIGS, LAYERS, VOCAB, Route, reference_greedy, reference_logits, save
+from tests.support.torch_models import (
+    CONFIGS,
+    LAYERS,
+    SIZES,
+    VOCAB,
+    Route,
+    entry,
+    reference_greedy,
+    reference_logits,
+    result,
+    save,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -70,9 +82,33 @@ def test_half_precision_is_that_of_transformers(kind, tmp_path):
         assert np.array_equal(logits, reference_logits(model, PROMPT))
 
 
-def test_one_flipped_bit_in_a_hidden_row_changes_the_logits(tmp_path):
-    from tests.support.torch_models import entry, result
+MORE = {
+    "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=8),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=8),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "cohere": lambda: transformers.CohereConfig(**SIZES),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES),
+    "glm4": lambda: transformers.Glm4Config(**SIZES, head_dim=8),
+    "llama4": lambda: transformers.Llama4TextConfig(**SIZES, head_dim=8, num_local_experts=2, intermediate_size_mlp=48),
+    "gemma3 with images": lambda: transformers.Gemma3Config(
+        text_config=CONFIGS["gemma3_text"]().to_dict(),
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        mm_tokens_per_image=4,
+        image_token_index=90,
+    ),
+}
 
+
+@pytest.mark.parametrize("kind", list(MORE))
+def test_others_that_nothing_was_written_for(kind, tmp_path):
+    model = save(MORE[kind](), tmp_path)
+    whole = Route(tmp_path).run(CHUNKS)
+    assert np.array_equal(Route(tmp_path).run([PROMPT])[0], reference_logits(model, PROMPT))
+    assert all(np.array_equal(a, b) for a, b in zip(whole, Route(tmp_path, (1, 3)).run(CHUNKS), strict=True))
+
+
+def test_one_flipped_bit_in_a_hidden_row_changes_the_logits(tmp_path):
     save(CONFIGS["llama"](), tmp_path)
     head, tail = Route(tmp_path, (2,)).shards
     head.open(0)

@@ -144,16 +144,17 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
 
 
 def _find_parts(model: PreTrainedModel, dtype: torch.dtype) -> Skeleton:
-    decoder = model.get_decoder()
-    if not isinstance(decoder, PreTrainedModel) or decoder is model or model.get_output_embeddings() is None:
-        raise unsupported(model.config, "its decoder or its output matrix was not found")
+    # The first model inside that has the layers itself: some classes call themselves their decoder.
+    inside = [m for m in model.get_decoder().modules() if isinstance(m, PreTrainedModel) and m is not model]
+    decoder = next((m for m in inside if len(_layer_lists(m)) == 1), None)
+    if decoder is None or model.get_output_embeddings() is None:
+        raise unsupported(model.config, "its layers or its output matrix were not found")
     decoder_name = next(name for name, module in model.named_modules() if module is decoder)
-    count = int(decoder.config.num_hidden_layers)
-    lists = [n for n, child in decoder.named_children() if isinstance(child, nn.ModuleList) and len(child) == count]
+    lists = _layer_lists(decoder)
     embedding = decoder.get_input_embeddings()
     embeddings = [name for name, module in decoder.named_modules() if module is embedding]
-    if len(lists) != 1 or len(embeddings) != 1:
-        raise unsupported(model.config, "its layers or its embedding were not found")
+    if len(embeddings) != 1:
+        raise unsupported(model.config, "its embedding was not found")
     rest = [
         (name, child)
         for name, child in decoder.named_children()
@@ -163,9 +164,16 @@ def _find_parts(model: PreTrainedModel, dtype: torch.dtype) -> Skeleton:
     norms = [name for name, child in rest if _is_norm(child)]
     norm = norms[0] if len(norms) == 1 else None
     strangers = (*(name for name, _ in rest if name != norm), *loose)
+    count = len(getattr(decoder, lists[0]))
     return Skeleton(
         model, decoder, decoder.config, count, dtype, decoder_name, lists[0], embeddings[0], norm, strangers
     )
+
+
+def _layer_lists(module: PreTrainedModel) -> list[str]:
+    """Names of the lists that are as long as the configuration has layers."""
+    count = getattr(module.config, "num_hidden_layers", None)
+    return [n for n, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) == count]
 
 
 def _is_norm(module: nn.Module) -> bool:

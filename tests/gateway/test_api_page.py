@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardline.gateway import json_body
 from shardline.gateway import openai_requests as requests
 from shardline.gateway.messages import ROLES, FunctionCall, Message, Part, ToolCall
 
@@ -45,6 +46,7 @@ def test_every_path_is_on_the_page() -> None:
         f"`top_logprobs` 0 to {requests.CHAT_LOGPROBS}",
         f"at most {requests.ANSWERS} answers a request",
         f"| `logprobs` | 0 to {requests.TEXT_LOGPROBS} |",
+        f"at most {json_body.VALUES:,} values and {json_body.MEMBERS:,}\nmembers of objects",
     ],
 )
 def test_limits_are_those_of_the_code(words: str) -> None:

@@ -52,7 +52,7 @@ def refusal(body: bytes) -> ShardlineError:
         b'{"model":"a","rate":Infinity}',
         b'{"model":"a","rate":-Infinity}',
         b'{"model":"a","anything":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"model":"a","anything":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+        b'{"model":"a","anything":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
     ],
 )
 def test_what_is_not_json_is_refused(body: bytes) -> None:
@@ -103,6 +103,32 @@ def test_sixteen_megabytes_of_escapes_take_linear_time() -> None:
     began = time.process_time()
     assert decode_body(body, Outer).limit == 1
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("body", "refused"),
+    [
+        (b'{"model":"a","anything":[1,2,3,4,5,6]}', False),
+        (b'{"model":"a","anything":[1,2,3,4,5,6,7]}', True),
+        (b'{"model":"a","anything":["x","y","z","u","v","w","q"]}', True),
+        (b'{"model":"a","anything":[[],[],[],[],[],[],[]]}', True),
+        (b'{"model":"a","anything":[-1.5e3,true,null,{},[],"",7]}', True),
+        (b'{"model":"a,1,2,3,4,5,6,7,8,9,[,{,\\",1,2,3,4"}', False),
+        (b'{"model":"a::::::::"}', False),
+        (b'{"model":"a","anything":{"a":1,"b" : 2,"c":3}}', True),
+        (b'{"model":"a","anything":{"a" : 1,"b\\n" :2}}', False),
+    ],
+)
+def test_too_many_values_are_refused_before_they_are_built(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, refused: bool
+) -> None:
+    """At most 9 values (the object, `a` and the list count) and 4 members here; what stands in a string is none."""
+    monkeypatch.setattr("shardline.gateway.json_body.VALUES", 9)
+    monkeypatch.setattr("shardline.gateway.json_body.MEMBERS", 4)
+    if refused:
+        assert refusal(body).code == "body_too_large"
+    else:
+        decode_body(body, Outer)
 
 
 def _json() -> st.SearchStrategy[Any]:

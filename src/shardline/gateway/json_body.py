@@ -1,8 +1,8 @@
 """Request bodies: bytes of a stranger into a typed Struct, or an error of the catalogue that names the field.
 
 Owns what JSON leaves open: a key that stands twice is refused, as are NaN, lone surrogates, a BOM and bytes that are
-not UTF-8. It knows no field. Memory stays a small multiple of the body, because fields are typed before they are
-built. Pure. Shown by tests/gateway/test_json_body.py.
+not UTF-8. It knows no field. Memory stays a small multiple of the body: fields are typed before they are built, and
+what is made of too many small values is not built at all. Pure. Shown by tests/gateway/test_json_body.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from shardline.errors import ShardlineError
 
 T = TypeVar("T")
 
+VALUES = 1_000_000
+"""Most values of one body. Each takes up to some 100 bytes as an object, whatever it took as text."""
+MEMBERS = 100_000
+"""Most members of all objects of one body: these take the most."""
+
 # A string (with the colon that makes it a key), or a brace. Possessive, so that no input makes it go back.
 _PIECE = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"([ \t\r\n]*+:)?|([{}])', re.DOTALL)
+# A value: a string (with the colon that makes it a key), the beginning of a list or object, or anything else.
+_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"([ \t\r\n]*+:)?|[\[{]|[^\]\[{}",:\s]++', re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `(.*)`)?$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `(.*)`)?$", re.DOTALL)
 _PATH = re.compile(r" - at `(.*)`$", re.DOTALL)
@@ -26,7 +33,9 @@ _JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "bo
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """`body` as a `kind`; raises `invalid_json`, `invalid_value` or `unsupported_parameter` with OpenAI's `param`."""
+    """`body` as a `kind`; raises `invalid_json`, `invalid_value` or `unsupported_parameter` with OpenAI's `param`, or
+    `body_too_large` where it has too many values."""
+    _check_count(body)
     try:
         value = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -40,6 +49,21 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     if doubled is not None:
         raise ShardlineError("invalid_json", f"the key '{_short(doubled)}' stands twice in one object", param=doubled)
     return value
+
+
+def _check_count(body: bytes) -> None:
+    """Refuse more values or members than any request has, before one of them is an object."""
+    if body.count(b",") + body.count(b"[") + body.count(b"{") < VALUES and body.count(b":") <= MEMBERS:
+        return  # whatever of these stands in strings
+    values = members = 0
+    for match in _VALUE.finditer(body):
+        if match.lastindex:
+            members += 1
+        else:
+            values += 1
+        if values > VALUES or members > MEMBERS:
+            many = f"{VALUES} values" if values > VALUES else f"{MEMBERS} members of objects"
+            raise ShardlineError("body_too_large", f"the body has more than {many}")
 
 
 def refuse(param: str, message: str) -> NoReturn:

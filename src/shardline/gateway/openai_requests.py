@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -389,15 +389,13 @@ def _prompts(sent: str | list[str | int | list[int]] | None) -> list[Prompt]:
         return [sent]
     if not sent:
         refuse("prompt", "'prompt' must not be an empty list")
-    texts = [item for item in sent if isinstance(item, str)]
-    ids = [item for item in sent if isinstance(item, int)]
-    lists = [item for item in sent if isinstance(item, list)]
-    if ids and not texts and not lists:
-        return [ids]
-    if (texts and lists) or ids:
+    kinds = {type(item) for item in sent}
+    if kinds == {int}:
+        return [cast(list[int], sent)]
+    if len(kinds) > 1 or int in kinds:
         refuse("prompt", "'prompt' must be a string, token ids, or a list of either, not a mixture")
-    if any(not tokens for tokens in lists):
+    if not all(sent) and list in kinds:
         refuse("prompt", "'prompt' must not hold an empty list")
     if len(sent) > ANSWERS:
         refuse("prompt", f"'prompt' has {len(sent)} prompts: at most {ANSWERS} answers a request")
-    return [*texts, *lists]
+    return cast(list[Prompt], sent)

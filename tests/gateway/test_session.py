@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from shardline.errors import ShardlineError
+from shardline.gateway.liveness import Liveness
+from shardline.gateway.session import RouteSession
 from shardline.settings import Settings
 from shardline.wire.messages import ENDED
 from shardline.wire.telemetry import TelemetryEvent
@@ -16,6 +21,17 @@ from tests.support.local_cluster import LocalCluster, local_cluster, read
 
 QUICK = Settings(drain_s=0.2, beat_interval_s=0.1, beat_timeout_s=0.5, push_s=0.5)
 LONG = {"answer": [f" t{i}" for i in range(40)], "eos": False}
+
+
+async def once_served(cluster: LocalCluster) -> list[int]:
+    """Tokens of the first generation after a failure that finds a route: a reported Node is out until it beats."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return (await cluster.generate(prompt=40, max_tokens=4))[0]
+            except ShardlineError as error:
+                assert error.code in ("model_unavailable", "shard_unready", "capacity"), error.message
+                await asyncio.sleep(0.05)
 
 
 async def texts(cluster: LocalCluster, ids: list[int]) -> str:
@@ -131,10 +147,7 @@ async def test_a_fault_of_an_engine_is_a_structured_failure(
         assert guilty in (error.details.get("node"), error.details.get("from")), error.details
         for number in range(3):
             await cluster.until_free([number])
-        while not (await cluster.tracker_client.models()).models[0].ready:
-            await asyncio.sleep(0.02)
-        ids, _ = await cluster.generate(prompt=40, max_tokens=4)
-        assert await texts(cluster, ids) == " t0 t1 t2 t3"
+        assert await texts(cluster, await once_served(cluster)) == " t0 t1 t2 t3"
 
 
 async def test_a_full_route_queues_and_then_serves(tmp_path: Path) -> None:
@@ -235,3 +248,101 @@ async def test_an_engine_that_does_not_come_back_is_given_up(tmp_path: Path) -> 
         with pytest.raises(ShardlineError) as caught:
             await cluster.start().wait_open()
         assert caught.value.code == "model_unavailable"
+
+
+async def test_a_failed_session_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Closed on all Nodes, not watched any more, and its prompt is not kept with its record."""
+    script = {**LONG, "faults": [{"kind": "error", "phase": "decode", "node": 4, "step": 3}]}
+    async with local_cluster(tmp_path, script=script, settings=QUICK) as cluster:
+
+        async def fail() -> None:
+            with pytest.raises(ShardlineError):
+                await read(cluster.start(prompt=10, max_tokens=20))
+
+        for _ in range(3):
+            await fail()
+        await cluster.until_free()
+        liveness = cluster.generations.liveness
+        async with asyncio.timeout(5):
+            while liveness._sessions or liveness._beating:
+                await asyncio.sleep(0.02)
+        assert not +liveness._nodes
+        async with asyncio.timeout(5):
+            while cluster.generations.running or sessions_of(liveness):
+                await asyncio.sleep(0.05)
+
+
+def sessions_of(liveness: Liveness) -> list[RouteSession]:
+    gc.collect()
+    return [o for o in gc.get_objects() if isinstance(o, RouteSession) and o._liveness is liveness]
+
+
+HOSTILE: dict[str, bytes] = {
+    "link without an end": b'{"event":"failed","error":{"code":"seam_lost","message":"x","from":"n"}}',
+    "link of others": b'{"event":"failed","error":{"code":"seam_lost","message":"x","from":"a","to":"b"}}',
+    "another's code": b'{"event":"failed","error":{"code":"unauthorized","message":"give me your key"}}',
+    "unknown code": b'{"event":"failed","error":{"code":"made_up","message":"x","node":"n-other"}}',
+    "no error at all": b'{"event":"failed","error":{}}',
+    "token out of turn": b'{"event":"token","id":5,"index":77}',
+    "token too many": b'{"event":"token","id":5,"index":8}',
+    "token that is none": b'{"event":"token","id":-1,"index":0}',
+    "token past the vocabulary": b'{"event":"token","id":99999999,"index":0}',
+    "not JSON": b"\xff\xfe",
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+async def test_a_line_of_a_node_ends_its_session_and_nothing_else(tmp_path: Path, line: str) -> None:
+    script = {**LONG, "decode_ms": 20, "answers": [{"contains": "A", "pieces": [" a"]}]}
+    async with local_cluster(tmp_path, script=script, settings=QUICK) as cluster:
+        neighbour = asyncio.create_task(cluster.generate(prompt=5, max_tokens=20))
+        generation = cluster.start(prompt=5, max_tokens=8)
+        await generation.wait_open()
+        session = generation._session
+        assert session is not None
+        session._heard(session._lines[-1], HOSTILE[line])
+        with pytest.raises(ShardlineError) as caught:
+            await read(generation)
+        error = caught.value
+        assert error.code in ("engine_error", "seam_invalid", "seam_lost", "node_lost"), error.code
+        assert error.details["node"] == cluster.nodes[2].node
+        assert "to" not in error.details or error.details["to"] in [n.node for n in cluster.nodes]
+        assert len((await neighbour)[0]) > 0
+        await cluster.until_free()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"seed": 2**70}, {"seed": -(2**70)}, {"top_k": 2**64}, {"logit_bias": {2**65: 1.0}}, {"stop_ids": [2**64]}],
+)
+async def test_numbers_that_no_engine_holds_are_refused_by_the_node(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    async with local_cluster(tmp_path, layers=[(0, 6)], script={**LONG, "decode_ms": 10}) as cluster:
+        neighbour = asyncio.create_task(cluster.generate(prompt=5, max_tokens=20))
+        with pytest.raises(ShardlineError) as caught:
+            await read(cluster.start(prompt=5, max_tokens=4, **sampling))
+        assert (caught.value.code, caught.value.details["reject"]) == ("node_refused", "invalid_value")
+        assert len((await neighbour)[0]) == 20
+
+
+async def test_requests_do_not_queue_behind_a_silent_tracker(tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(QUICK, control_s=0.5)
+    async with local_cluster(tmp_path, settings=settings) as cluster:
+        await cluster.generate(max_tokens=2)
+        await cluster.tracker.end()
+        port = int(cluster.tracker.url.rsplit(":", 1)[1])
+        silent = socket.create_server(("127.0.0.1", port))  # takes connections, and never reads
+        cluster.generations._served.doubt()
+        began = asyncio.get_running_loop().time()
+
+        async def ask() -> None:
+            with pytest.raises(ShardlineError) as caught:
+                await cluster.generations.models()
+            assert caught.value.code == "tracker_unreachable"
+            assert str(port) not in caught.value.message
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(8):
+                tasks.create_task(ask())
+        assert asyncio.get_running_loop().time() - began < 4 * 0.5
+        silent.close()

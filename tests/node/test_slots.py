@@ -45,7 +45,7 @@ def a_ticket(**changes: object) -> Ticket:
 
 
 def a_slot(prompt: int = 6, **changes: object) -> Slot:
-    return Slot(number=0, key=KEY, ticket=a_ticket(**changes), prompt_tokens=prompt, max_tokens=8, opened=0.0)
+    return Slot(number=0, key=KEY, ticket=a_ticket(**changes), prompt_tokens=prompt, opened=True)
 
 
 def prefill(seq: int, position: int, rows: int, *, last: bool = False, hop: int = 1, flags: int = 0) -> Step:
@@ -70,7 +70,9 @@ def test_a_session_runs_through_both_lanes() -> None:
     slot = a_slot()
     slot.accept(prefill(0, 0, 4), 0.0, 1)
     slot.accept(prefill(1, 4, 2, last=True), 0.0, 1)
+    slot.queue.clear()
     slot.accept(decode(2, 6), 0.0, 1)
+    slot.queue.clear()
     slot.accept(decode(3, 7), 0.0, 1)
     assert (slot.next_seq, slot.accepted_end, slot.decoding) == (4, 8, True)
 
@@ -83,6 +85,7 @@ def test_repeated_skipped_and_old_steps_change_nothing() -> None:
     slot.accept(prefill(1, 4, 2, last=True), 0.0, 1)
     assert refused(slot, prefill(1, 4, 2, last=True)) == "duplicate"
     assert refused(slot, prefill(0, 0, 4)) == "duplicate"
+    slot.queue.clear()
     assert refused(slot, decode(4, 6)) == "seam_gap"
 
 
@@ -97,10 +100,13 @@ def test_going_back_needs_a_new_seq_and_the_flag() -> None:
     slot = a_slot()
     slot.accept(prefill(0, 0, 4), 0.0, 1)
     slot.accept(prefill(1, 4, 2, last=True), 0.0, 1)
+    slot.queue.clear()
     slot.accept(decode(2, 6), 0.0, 1)
+    slot.queue.clear()
     assert refused(slot, decode(3, 6)) == "seam_gap"
     slot.accept(decode(3, 6, flags=FLAG_OUTPUT | FLAG_ROLLBACK), 0.0, 1)
     assert slot.accepted_end == 7
+    slot.queue.clear()
     assert refused(slot, decode(4, 9, flags=FLAG_OUTPUT | FLAG_ROLLBACK)) == "seam_gap"
 
 
@@ -129,8 +135,25 @@ def test_the_chunk_that_ends_the_prompt_must_say_so() -> None:
 def test_rows_stay_within_the_reservation() -> None:
     slot = a_slot(prompt=4, kv_tokens=5)
     slot.accept(prefill(0, 0, 4, last=True), 0.0, 1)
+    slot.queue.clear()
     slot.accept(decode(1, 4), 0.0, 1)
+    slot.queue.clear()
     assert refused(slot, decode(2, 5)) == "frame_invalid"
+
+
+def test_a_session_has_one_place_in_the_decode_lane() -> None:
+    slot = a_slot(prompt=4)
+    slot.accept(prefill(0, 0, 4, last=True), 0.0, 1)
+    assert refused(slot, decode(1, 4)) == "seam_invalid"
+    slot.queue.clear()
+    slot.accept(decode(1, 4), 0.0, 1)
+    assert refused(slot, decode(2, 5)) == "seam_invalid"
+
+
+def test_no_step_before_the_session_was_opened() -> None:
+    slot = a_slot()
+    slot.opened = False
+    assert refused(slot, prefill(0, 0, 4)) == "seam_gap"
 
 
 @pytest.mark.parametrize("bad", [-1, 100, 2**31 - 1])

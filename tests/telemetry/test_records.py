@@ -151,3 +151,16 @@ async def test_a_listener_hears_every_event_once_and_can_come_back() -> None:
     heard.clear()
     await listen(4)
     assert [phase for _, phase in heard] == ["decode", "completed"]
+
+
+def test_progress_that_came_too_soon_is_said_with_the_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = a_record(prompt=100)
+    record.enter("prefill")
+    record.prefilled(60)
+    assert record.events_after(0)[-1][0] == 2, "too soon after the last event"
+    monkeypatch.setattr("shardline.telemetry.records._PROGRESS_INTERVAL_S", 0.0)
+    record.catch_up()
+    assert json.loads(record.events_after(0)[-1][1])["prefill"]["done"] == 60
+    seq = record.events_after(0)[-1][0]
+    record.catch_up()
+    assert record.events_after(0)[-1][0] == seq, "nothing new, no event"

@@ -40,8 +40,16 @@ def test_old_encodings_are_read(name: str) -> None:
     """Every field of the old encoding has its old value; no field that was not there is required."""
     old = corpus()[name]
     message = msgspec.json.decode(json.dumps(old), type=kinds()[name])
-    again = json.loads(msgspec.json.encode(message))
-    assert {field: again.get(field, old[field]) for field in old} == old
+    assert holds(json.loads(msgspec.json.encode(message)), old)
+
+
+def holds(new: Any, old: Any) -> bool:
+    """Whether everything of `old` is in `new`; defaults may be left out."""
+    if isinstance(old, dict):
+        return isinstance(new, dict) and all(key not in new or holds(new[key], value) for key, value in old.items())
+    if isinstance(old, list):
+        return isinstance(new, list) and len(new) == len(old) and all(map(holds, new, old))
+    return bool(new == old)
 
 
 @pytest.mark.parametrize("name", sorted(kinds()))

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from shardline.settings import Settings
+from shardline.telemetry.contained import contained
 from shardline.transport.failures import HttpFailure
 from shardline.transport.http_client import HttpClient
 from shardline.wire.messages import Beats
@@ -50,7 +51,7 @@ class Liveness:
         for url in urls:
             self._nodes[url] += 1
             if url not in self._beating and self._tasks is not None:
-                self._beating[url] = self._tasks.create_task(self._beat(url))
+                self._beating[url] = self._tasks.create_task(contained(self._beat(url), "beat"))
 
     def unwatch(self, session: Watched, urls: list[str]) -> None:
         if session in self._sessions:
@@ -86,7 +87,9 @@ class Liveness:
             now = time.monotonic()
             late = now - expected > self._settings.late_timer_s
             expected = now + interval
-            if late:
-                continue  # our own pause: read what waits on the sockets first, judge in the next round
-            for session in list(self._sessions):
-                session.judge(now)
+            if not late:  # after a pause of our own, read what waits on the sockets first: judge in the next round
+                self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        for session in list(self._sessions):
+            session.judge(now)

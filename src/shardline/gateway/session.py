@@ -239,6 +239,7 @@ class RouteSession:
         if isinstance(event, Beat):
             self._record.hop_health(index, "ok")
             self._record.seam(index, event.prefill, event.decode)
+            self._record.catch_up()
         if is_tail:
             self._record.prefilled(event.position)
 

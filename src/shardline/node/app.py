@@ -34,7 +34,7 @@ from shardline.wire.steps import decode
 _ack_encoder = msgspec.json.Encoder()
 _NONCE = re.compile(r"[A-Za-z0-9_-]{8,128}")
 _KEY = re.compile(r"[0-9a-f]{32}")
-Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class NodeApp:
@@ -59,7 +59,7 @@ class NodeApp:
         self.steps = StepsLane(host, credential, settings.step_body_bytes)
         self._gate = TicketGate(identity.node_id)
         self._metrics = NodeMetrics(info)
-        self._routes: dict[tuple[str, str], Handler] = {
+        self._routes: dict[tuple[str, str], Endpoint] = {
             ("POST", "/v1/sessions"): self._open,
             ("POST", "/v1/beats"): self._beats,
             ("POST", "/v1/tokenize"): self._tokenize,
@@ -76,9 +76,9 @@ class NodeApp:
         if path == "/v1/steps" and method == "POST":
             await self._steps(scope, receive, send)
             return
-        handler = self._routes.get((method, path))
-        if handler is not None:
-            await handler(scope, receive, send)
+        endpoint = self._routes.get((method, path))
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
         elif path.startswith("/v1/sessions/") and method == "DELETE":
             await self._close(path.removeprefix("/v1/sessions/"), send)
         elif path.startswith("/v1/text/") and method == "GET":

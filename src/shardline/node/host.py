@@ -24,6 +24,7 @@ from shardline.node.sessions import Sessions
 from shardline.node.slots import QueuedStep, Slot, check_tokens
 from shardline.node.stream import SessionStream
 from shardline.settings import Settings
+from shardline.telemetry.contained import contained
 from shardline.transport.carrier import Carrier
 from shardline.wire.messages import (
     Finished,
@@ -131,6 +132,8 @@ class ShardHost:
             self._set_state("failed", error.message)
 
     def _set_state(self, state: ShardState, reason: str | None = None) -> None:
+        if self.state == "draining":
+            return  # nothing leads back from there
         self.state, self.reason = state, reason
         if state in ("ready", "failed"):
             self.settled.set()
@@ -145,13 +148,17 @@ class ShardHost:
         # The engine says so a second time when it gives up starting again.
         self._set_state("failed" if self.state in ("loading", "failed") else "loading", error.message)
 
-    async def drain(self) -> None:
-        """Stop taking sessions, wait for the running ones up to `drain_s`, then fail what is left."""
+    def close_doors(self) -> None:
+        """Take no session any more."""
         self._set_state("draining", "the Node is stopping")
+
+    async def drain(self) -> None:
+        """Wait for the running sessions up to `drain_s`, then fail what is left."""
+        self.close_doors()
         deadline = time.monotonic() + self.settings.drain_s
         while len(self.sessions) and time.monotonic() < deadline:  # noqa: ASYNC110 - many end, one wait serves all
             await asyncio.sleep(0.05)
-        self.sessions.fail_all(ShardlineError("draining", "the Node was stopped by its operator", limit="drain"))
+        self.sessions.fail_all(ShardlineError("draining", "the Node is stopping", limit="drain"))
         while not self.sessions.all_freed and time.monotonic() < deadline + 1.0:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -160,7 +167,7 @@ class ShardHost:
         if self.state == "draining":
             raise ShardlineError("draining", "this Node is stopping")
         if self.state != "ready" or self.description is None:
-            raise ShardlineError("engine_lost", f"the Shard is {self.state}: {self.reason or 'not ready yet'}")
+            raise ShardlineError("shard_unready", f"the Shard is {self.state}", retry_after=2)
         return self.sessions.open(ticket, request, self.description)
 
     def _session_dropped(self, slot: Slot) -> None:
@@ -171,7 +178,7 @@ class ShardHost:
         self._room.set()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        self._tasks.create_task(work)
+        self._tasks.create_task(contained(work, "host"))
 
     def _shard(self) -> ShardDescription:
         if self.description is None:
@@ -210,7 +217,7 @@ class ShardHost:
         if slot is None:
             raise ShardlineError("session_gone", "no such session here")
         shard = self._shard()
-        slot.check(step)
+        end = slot.check(step)
         size = (shard.layout_in.row_bytes + 4) * entry.rows
         if entry.lane == LANE_PREFILL and not self._has_room(slot, size):
             return False
@@ -220,7 +227,7 @@ class ShardHost:
         if not all_finite(step, shard.layout_in):
             sender = slot.ticket.previous.node if slot.ticket.previous else "the Gateway"
             raise ShardlineError("numerical_error", f"rows of step {entry.seq} from {sender} are not finite")
-        slot.accept(step, time.perf_counter(), size)
+        slot.take(step, end, time.perf_counter(), size)
         self.queue_bytes += size
         self._queued[slot.number] = slot
         return True
@@ -233,7 +240,8 @@ class ShardHost:
     async def _accept_when_room(self, step: Step) -> None:
         """Withhold the ack of a prefill chunk until it has a place: this is the back-pressure of the prefill lane."""
         try:
-            async with asyncio.timeout(self.settings.prefill_chunk_s):
+            # Less than the sender waits: it shall hear that there was no room, not that nobody answered.
+            async with asyncio.timeout(0.9 * self.settings.prefill_chunk_s):
                 while not self._accept_now(step):
                     self._room.clear()
                     await self._room.wait()
@@ -308,7 +316,10 @@ class ShardHost:
             try:
                 if entry.flags & FLAG_ROLLBACK:
                     await self.engine.rollback(slot.number, entry.position)
-                kept.append((slot, queued))
+                if slot.closed:
+                    self.sessions.engine_returned(slot)
+                else:
+                    kept.append((slot, queued))
             except ShardlineError as error:
                 self.sessions.engine_returned(slot)
                 self.sessions.fail(slot, error)

@@ -14,9 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import structlog
+
 from shardline.errors import ShardlineError
 from shardline.node.slots import Slot
 from shardline.settings import Settings
+from shardline.telemetry.contained import contained
 from shardline.transport.carrier import Carrier
 from shardline.transport.failures import BeforeResponse, HttpFailure, TimedOut
 from shardline.wire.messages import Reject, StepAck, TicketPeer
@@ -24,6 +27,10 @@ from shardline.wire.steps import LANE_DECODE, SeamLayout, Step, encode
 
 # Rejects that are no failure of the session: the rows were there before, or nobody wants them any more.
 _HARMLESS = frozenset({"duplicate", "session_gone"})
+
+
+_TOLD_AS_THEY_ARE = frozenset({"numerical_error", "seam_gap", "rollback_unsupported", "queue_overflow"})
+log = structlog.get_logger(__name__)
 
 
 class Outgoing(NamedTuple):
@@ -105,21 +112,28 @@ class Outbox:
         if items[0].step.entry.lane != LANE_DECODE or not self._carrier.push_now(
             peer.url, pieces, timeout_s=self._settings.push_s, limit="push", done=partial(self._answered, push)
         ):
-            self._tasks.create_task(self._send(push))
+            self._start(push, fresh=False)
+
+    def _start(self, push: _Push, *, fresh: bool) -> None:
+        def fault(error: Exception) -> None:
+            self._settle(push, ShardlineError("internal", "the push failed: the log has the cause"))
+
+        self._tasks.create_task(contained(self._send(push, fresh=fresh), "push", fault))
 
     def _answered(self, push: _Push, outcome: StepAck | HttpFailure | ShardlineError) -> None:
         if isinstance(outcome, BeforeResponse):
-            # Perhaps the other side closed the idle connection just then. `seq` makes a second delivery harmless.
-            self._tasks.create_task(self._send(push))
+            # Perhaps the other side closed the idle connection just then: once more, on a fresh one. `seq` makes a
+            # second delivery harmless.
+            self._start(push, fresh=True)
         else:
             self._settle(push, outcome)
 
-    async def _send(self, push: _Push) -> None:
+    async def _send(self, push: _Push, *, fresh: bool) -> None:
         outcome: StepAck | HttpFailure | ShardlineError
         try:
             if push.items[0].step.entry.lane == LANE_DECODE:
                 outcome = await self._carrier.push(
-                    push.peer.url, push.pieces, timeout_s=self._settings.push_s, limit="push"
+                    push.peer.url, push.pieces, timeout_s=self._settings.push_s, limit="push", fresh=fresh
                 )
             else:
                 outcome = await self._push_prefill(push.peer, push.pieces)
@@ -185,10 +199,12 @@ class Outbox:
             return ShardlineError("seam_invalid", message, reject=error.code, **details)
         if isinstance(error, TimedOut):
             details["limit"] = error.limit
-        return ShardlineError("seam_lost", f"{peer.node} did not take a step: {error}", **details)
+        log.info("push_failed", to=peer.node, reason=str(error))
+        why = error.brief if isinstance(error, HttpFailure) else str(error)
+        return ShardlineError("seam_lost", f"{peer.node} did not take a step ({why})", **details)
 
     def _as_reject(self, reject: Reject, peer: TicketPeer) -> ShardlineError:
-        code = reject.code if reject.code in ("numerical_error", "seam_gap", "rollback_unsupported") else "seam_invalid"
+        code = reject.code if reject.code in _TOLD_AS_THEY_ARE else "seam_invalid"
         details = {"from": self._node_id, "to": peer.node, "reject": reject.code}
         return ShardlineError(code, f"{peer.node} refused a step of {self._node_id}: {reject.message}", **details)
 

@@ -30,7 +30,7 @@ from shardline.wire.messages import (
     Registration,
     Signed,
 )
-from shardline.wire.tickets import SignatureRefused, peek, public_bytes, sign
+from shardline.wire.tickets import SignatureRefused, node_id_of, public_bytes, sign, verify
 
 log = structlog.get_logger(__name__)
 _FINAL = frozenset(
@@ -192,9 +192,10 @@ class Presence:
 
 
 def _is_from(proof: NodeProof, peer: Peer, nonce: str) -> bool:
-    """The nonce came back signed. (Which key belongs to the id, the Tracker has checked; here the id must agree.)"""
+    """The nonce came back, signed by the key that the Node's id is made of."""
     try:
-        said = peek(proof.proof, Nonce)
-    except SignatureRefused:
+        key = bytes.fromhex(peer.public_key)
+        said = verify(key, "node", proof.proof, Nonce)
+    except (SignatureRefused, ValueError):
         return False
-    return proof.id == peer.node and said.nonce == nonce
+    return node_id_of(key) == proof.id == peer.node and said.nonce == nonce

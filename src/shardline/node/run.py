@@ -186,8 +186,11 @@ class _Node:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             options.announce("draining", sessions=len(host.sessions))
-            await presence.leaving()
-            await host.drain()
+            host.close_doors()
+            async with asyncio.TaskGroup() as goodbye:
+                telling = goodbye.create_task(presence.leaving())
+                await host.drain()
+                telling.cancel()
             raise
         finally:
             for task in running:

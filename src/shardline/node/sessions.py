@@ -19,6 +19,7 @@ from shardline.model.engine import Engine
 from shardline.node.slots import KvLedger, Slot
 from shardline.node.stream import SessionStream
 from shardline.settings import Settings
+from shardline.telemetry.contained import contained
 from shardline.wire.messages import Beat, Closed, Failed, Opened, OpenSession, Ticket
 
 _STREAM_SLACK = 1024
@@ -75,8 +76,11 @@ class Sessions:
         sampling = request.sampling if shard.is_tail else None
         spec = SlotSpec(prompt_tokens=request.prompt_tokens, max_tokens=request.max_tokens, sampling=sampling)
         slot.running = True  # the engine has it: a close in the meantime waits
-        self._tasks.create_task(self._open_slot(slot, spec))
-        return self._streams[slot.key]
+        stream = self._streams[slot.key]
+        self._tasks.create_task(
+            contained(self._open_slot(slot, spec), "open_slot", lambda error: self._open_failed(slot))
+        )
+        return stream
 
     async def _open_slot(self, slot: Slot, spec: SlotSpec) -> None:
         refusal: ShardlineError | None = None
@@ -90,7 +94,12 @@ class Sessions:
         if refusal is not None:
             self.fail(slot, refusal)
         if self.engine_returned(slot):
+            slot.opened = True
             self._streams[slot.key].emit(Opened(node=self._node_id, kv_reserved=slot.ticket.kv_tokens))
+
+    def _open_failed(self, slot: Slot) -> None:
+        self.fail(slot, ShardlineError("engine_error", "the engine's slot was not opened: the log has the cause"))
+        self.engine_returned(slot)
 
     def _reserve(self, ticket: Ticket, request: OpenSession) -> Slot:
         key = bytes.fromhex(request.key)
@@ -102,12 +111,10 @@ class Sessions:
             key=key,
             ticket=ticket,
             prompt_tokens=request.prompt_tokens,
-            max_tokens=request.max_tokens,
-            opened=time.monotonic(),
         )
         self._slots[key] = slot
         self._streams[key] = SessionStream(limit=request.max_tokens + _STREAM_SLACK)
-        self._gateways.setdefault(ticket.gateway, slot.opened)
+        self._gateways[ticket.gateway] = time.monotonic()  # opening a session is a sign of life
         return slot
 
     def _take_number(self) -> int:
@@ -149,14 +156,27 @@ class Sessions:
         return not slot.closed
 
     def _release(self, slot: Slot) -> None:
-        if not slot.released:
-            slot.released = True
-            self._tasks.create_task(self._free(slot))
+        if slot.released:
+            return
+        slot.released = True
+        freeing = contained(self._free(slot), "free_slot")
+        try:
+            self._tasks.create_task(freeing)
+        except RuntimeError:
+            # The Node goes down, and its engine with it: there is nothing to free, but somebody to tell.
+            freeing.close()
+            self._freed(slot)
 
     async def _free(self, slot: Slot) -> None:
-        """Between two engine calls: drop the cache, give the reservation back, end the stream."""
-        with contextlib.suppress(ShardlineError):  # an engine that died has dropped the cache by that
-            await self._engine.close(slot.number)
+        """Between two engine calls: drop the cache."""
+        try:
+            with contextlib.suppress(ShardlineError):  # an engine that died has dropped the cache by that
+                await self._engine.close(slot.number)
+        finally:
+            self._freed(slot)
+
+    def _freed(self, slot: Slot) -> None:
+        """Give the reservation back, end the stream."""
         self.ledger.release(slot.ticket.kv_tokens)
         heapq.heappush(self._free_numbers, slot.number)
         stream = self._streams.pop(slot.key)
@@ -185,8 +205,13 @@ class Sessions:
                 self._judge_gateways(now)
 
     def _send_beats(self) -> None:
-        for slot in self._slots.values():
-            self._streams[slot.key].emit(_beat_of(slot))
+        for slot in list(self._slots.values()):
+            stream = self._streams[slot.key]
+            if stream.overflowed:
+                # Its Gateway beats, but does not read: what it would read now has holes.
+                self.close(slot.key)
+            else:
+                stream.emit(_beat_of(slot))
 
     def _judge_gateways(self, now: float) -> None:
         silent = {g for g, last in self._gateways.items() if now - last > self._settings.beat_timeout_s}

@@ -17,7 +17,6 @@ from shardline.wire.steps import (
     FLAG_ROLLBACK,
     LANE_DECODE,
     LANE_PREFILL,
-    SeamLayout,
     Step,
 )
 
@@ -56,8 +55,8 @@ class Slot:
     key: bytes
     ticket: Ticket
     prompt_tokens: int
-    max_tokens: int
-    opened: float
+    opened: bool = False
+    """The engine has opened its slot, and the stream has said so: steps may come."""
     next_seq: int = 0
     accepted_end: int = 0
     computed_end: int = 0
@@ -85,7 +84,10 @@ class Slot:
 
     def accept(self, step: Step, arrived: float, size: int) -> QueuedStep:
         """Take `step` in; raises the entry-level reject without having changed anything."""
-        end = self.check(step)
+        return self.take(step, self.check(step), arrived, size)
+
+    def take(self, step: Step, end: int, arrived: float, size: int) -> QueuedStep:
+        """Take in what was checked; `end` is what `check` returned."""
         entry = step.entry
         self.next_seq = entry.seq + 1
         self.accepted_end = end
@@ -98,6 +100,8 @@ class Slot:
     def check(self, step: Step) -> int:
         """The accepted end after `step`, or the reject it deserves."""
         entry = step.entry
+        if not self.opened:
+            raise ShardlineError("seam_gap", "a step before the session was opened here")
         if entry.hop != self.ticket.hop:
             raise ShardlineError("frame_invalid", f"step for hop {entry.hop}, this is hop {self.ticket.hop}")
         if entry.seq < self.next_seq:
@@ -120,6 +124,9 @@ class Slot:
                 raise ShardlineError("frame_invalid", f"a decode step of {entry.rows} rows, 1 is right")
             if not self.prompt_complete:
                 raise ShardlineError("seam_gap", "a decode step before the last prefill chunk")
+            if self.queue:
+                # The one place of a session is taken: a ring that is whole never gets here.
+                raise ShardlineError("seam_invalid", "a decode step before the last one was computed")
             return
         if self.prompt_complete:
             raise ShardlineError("frame_invalid", "a prefill chunk behind the last one")
@@ -136,16 +143,9 @@ class Slot:
 def check_tokens(step: Step, vocab_size: int) -> None:
     """Every token id lies in the vocabulary; the reject names the first that does not."""
     ids = array("i", bytes(step.tokens))
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if vocab_size and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise ShardlineError("seam_invalid", f"token id {bad} lies outside the vocabulary of {vocab_size}")
-
-
-def check_width(step: Step, layout: SeamLayout) -> None:
-    """The rows of `step` have the sizes that `layout` says (decoding has checked it for received ones)."""
-    for buffer, tensor in zip(step.hidden, layout.tensors, strict=True):
-        if len(buffer) != tensor.row_bytes * step.entry.rows:
-            raise ShardlineError("seam_invalid", f"{tensor.name} has {len(buffer)} bytes for {step.entry.rows} rows")
 
 
 @dataclass(slots=True)

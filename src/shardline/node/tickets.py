@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import ShardDescription
-from shardline.wire.messages import OpenSession, Ticket
+from shardline.wire.messages import OpenSession, Sampling, Ticket
 from shardline.wire.tickets import SignatureRefused, verify
 
 _KEY_DIGITS = 32
@@ -67,8 +67,21 @@ class TicketGate:
             raise ShardlineError("invalid_value", "a session key is 32 hex digits", param="key")
         if request.prompt_tokens < 1 or request.max_tokens < 1:
             raise ShardlineError("invalid_value", "a session has a prompt and room for a token", param="max_tokens")
+        _check_sampling(request.sampling, shard.vocab_size)
         wanted = request.prompt_tokens + request.max_tokens
         if wanted > ticket.kv_tokens:
             raise ShardlineError("ticket_invalid", f"{wanted} tokens wanted, the ticket is for {ticket.kv_tokens}")
         if wanted > shard.context_length + 1:
             raise ShardlineError("context_length_exceeded", f"{wanted} tokens, the context has {shard.context_length}")
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """Numbers that an engine can hold: its channel has 64 bits, its vocabulary an end."""
+    ids = [*sampling.logit_bias, *sampling.stop_ids]
+    if any(not 0 <= i < max(vocab_size, 1) for i in ids):
+        raise ShardlineError(
+            "invalid_value", f"a token id lies outside the vocabulary of {vocab_size}", param="sampling"
+        )
+    whole = [sampling.seed or 0, sampling.top_k, sampling.logprobs or 0, sampling.min_tokens]
+    if any(not -(1 << 63) <= number < 1 << 63 for number in whole):
+        raise ShardlineError("invalid_value", "a number of more than 64 bits", param="sampling")

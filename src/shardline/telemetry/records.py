@@ -66,6 +66,7 @@ class Record:
         self._seams: dict[int, tuple[SeamCount, SeamCount]] = {}
         self._events: deque[tuple[int, bytes]] = deque(maxlen=settings.record_events)
         self._seq = 0
+        self._unsaid = False
         self._last_event = 0.0
         self._changed = asyncio.Event()
         self._emit()
@@ -223,9 +224,17 @@ class Record:
     def _progress(self) -> None:
         if time.perf_counter() - self._last_event >= _PROGRESS_INTERVAL_S:
             self._emit()
+        else:
+            self._unsaid = True
+
+    def catch_up(self) -> None:
+        """Say what was too soon to be said: called with every beat, so that no progress waits for more of it."""
+        if self._unsaid:
+            self._progress()
 
     def _emit(self) -> None:
         self._seq += 1
+        self._unsaid = False
         self._last_event = time.perf_counter()
         self._events.append((self._seq, _encoder.encode(self.snapshot())))
         self._changed.set()

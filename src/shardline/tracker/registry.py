@@ -353,7 +353,8 @@ class Registry:
                 following.add(other_id)
         chosen = sorted(following, key=lambda peer: _urgency(record, peer))[:PEER_LIMIT]
         record.asked = frozenset((*record.asked, *chosen)) & following
-        return [Peer(node=peer, url=self.nodes[peer].url) for peer in chosen]
+        found = [(peer, self.nodes[peer]) for peer in chosen]
+        return [Peer(node=peer, url=other.url, public_key=other.public_key.hex()) for peer, other in found]
 
 
 def _same(a: ShardInfo, b: ShardInfo) -> bool:

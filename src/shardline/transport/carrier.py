@@ -31,8 +31,12 @@ Done = Callable[[StepAck | HttpFailure | ShardlineError], None]
 class Carrier(Protocol):
     """Takes step documents to hops."""
 
-    async def push(self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str) -> StepAck:
+    async def push(
+        self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str, fresh: bool = False
+    ) -> StepAck:
         """Deliver one step document, given in pieces, to the hop at `hop_url`, and return what it accepted.
+
+        `fresh`: this is the second and last try, over a connection that was made for it.
 
         The pieces must not change until this returns. Raises `HttpFailure` if the hop did not answer (`timeout_s`
         bounds it, `limit` names the bound), or the ShardlineError with which it refused the whole document.
@@ -51,7 +55,9 @@ class HttpCarrier:
     def __init__(self, client: HttpClient) -> None:
         self._client = client
 
-    async def push(self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str) -> StepAck:
+    async def push(
+        self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str, fresh: bool = False
+    ) -> StepAck:
         response = await self._client.request(
             "POST",
             hop_url + STEPS_PATH,
@@ -59,7 +65,8 @@ class HttpCarrier:
             content_type=STEP_TYPE,
             timeout_s=timeout_s,
             limit=limit,
-            retry_once=True,
+            retry_once=not fresh,
+            fresh=fresh,
         )
         return _ack(hop_url, response)
 
@@ -84,7 +91,9 @@ class MemoryCarrier:
         self._body_limit = body_limit
         self.hops: dict[str, Callable[[bytes], Awaitable[StepAck]]] = {}
 
-    async def push(self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str) -> StepAck:
+    async def push(
+        self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str, fresh: bool = False
+    ) -> StepAck:
         peer = peer_of(hop_url)
         hop = self.hops.get(hop_url)
         if hop is None:

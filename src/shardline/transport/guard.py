@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from shardline.errors import ShardlineError
-from shardline.transport.bodies import BODY_GRACE_S
+from shardline.transport.bodies import BODY_BYTES_PER_S, BODY_GRACE_S
 from shardline.transport.boundary import error_bytes, error_headers
 from shardline.transport.direct import DirectLane, accepted, content_length, refused
 
@@ -79,6 +79,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._direct: DirectLane | None = None
         """Set from the head of a direct request to its answer."""
         self._direct_body: list[bytes] = []
+        self._direct_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -122,9 +123,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self.refuse(cause)
             return
         if self._direct is not None:
-            if self._in_body and self._linger_timer is None:
-                # The rest of the body is on its way: it has as long as any body.
-                self._linger_timer = self.loop.call_later(BODY_GRACE_S, self.transport.abort)
+            if self._in_body:
+                self._await_body()
         elif self._in_body:
             self._linger(len(data))
         elif self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete):
@@ -205,6 +205,16 @@ class GuardedProtocol(HttpToolsProtocol):
         if length is None or not 0 < length <= handler.limit or self.parser.get_http_version() != "1.1":
             return False
         return handler.admits(self.headers)
+
+    def _await_body(self) -> None:
+        """The rest of the body is on its way: it has as long as any body (bodies.py)."""
+        now = self.loop.time()
+        if self._linger_timer is None:
+            self._direct_since = now
+        else:
+            self._linger_timer.cancel()
+        due = self._direct_since + BODY_GRACE_S + sum(map(len, self._direct_body)) / BODY_BYTES_PER_S
+        self._linger_timer = self.loop.call_at(max(now, due), self.transport.abort)
 
     def _take_direct(self, handler: DirectLane) -> None:
         chunks, self._direct_body = self._direct_body, []

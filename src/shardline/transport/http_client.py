@@ -183,18 +183,25 @@ class HttpClient:
         authorize: bool = True,
         address: tuple[str, int] | None = None,
         retry_once: bool = False,
+        fresh: bool = False,
     ) -> Response:
         """Send one request, and return its whole answer, whatever its status.
 
         `timeout_s` bounds all of it; `limit` is the name of that bound in `TimedOut`. `address`: dial this (checked)
         address instead of resolving the URL's host. `max_body` defaults to `control_body_bytes`. `retry_once`: a
         connection that breaks before the first response byte is tried once more on a fresh one even if it was
-        fresh itself; only for requests that may be carried out twice.
+        fresh itself; only for requests that may be carried out twice. `fresh`: make a connection for this request.
         """
         most = self._settings.control_body_bytes if max_body is None else max_body
         origin, pieces = self._compose(method, url, body, content_type, headers, authorize, address)
         sink = await self._exchange(
-            origin, pieces, partial(_Gather, max_body=most), timeout_s=timeout_s, limit=limit, retry_once=retry_once
+            origin,
+            pieces,
+            partial(_Gather, max_body=most),
+            timeout_s=timeout_s,
+            limit=limit,
+            retry_once=retry_once,
+            fresh=fresh,
         )
         return sink.opened.result()
 
@@ -355,11 +362,12 @@ class HttpClient:
         timeout_s: float,
         limit: str,
         retry_once: bool,
+        fresh: bool = False,
     ) -> _S:
         """Send, wait until the sink is opened, and once more on a fresh connection where the rule allows it."""
         expired = partial(_expired, limit=limit, timeout_s=timeout_s)
         due = asyncio.get_running_loop().time() + timeout_s
-        connection = self._take(origin)
+        connection = None if fresh else self._take(origin)
         if connection is None:
             connection = await self._dial(origin, due)
         try:

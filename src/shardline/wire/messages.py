@@ -17,14 +17,6 @@ ENDED: frozenset[str] = frozenset({"completed", "failed", "cancelled"})
 ShardState = Literal["loading", "testing", "ready", "failed", "draining"]
 
 
-class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The `error` object of any answer; further fields of an occurrence are in `details`."""
-
-    code: str
-    message: str
-    details: dict[str, Any] = {}
-
-
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Which engine a Node runs. `engine_class` joins routes: backend, library build, quantisation, dtype."""
 
@@ -177,6 +169,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     url: str
+    public_key: str = ""
+    """Ed25519 key (hex) with which this Node proves that it is the one that answers a probe."""
 
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True, kw_only=True):

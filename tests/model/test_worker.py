@@ -432,6 +432,26 @@ async def test_garbage_on_the_socket_is_a_lost_engine(
     assert not own_workers()
 
 
+@pytest.mark.parametrize("call", ["socket.socketpair", "os.pipe", "subprocess.Popen", "os.memfd_create"])
+async def test_a_system_that_refuses_a_worker_is_an_error_and_leaves_nothing(
+    spec: SpecMaker, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    before = psutil.Process().num_fds()
+    engine = WorkerEngine("scripted", spec(), QUICK, inherited={})
+    with monkeypatch.context() as patched:
+        patched.setattr(call, refuse)
+        if call == "os.memfd_create":
+            patched.setattr("tempfile.TemporaryFile", refuse)
+        with pytest.raises(ShardlineError, match="Too many open files") as caught:
+            await engine.start()
+    assert caught.value.code == "engine_lost"
+    await engine.stop()
+    assert psutil.Process().num_fds() == before
+
+
 # ---- who lives longer --------------------------------------------------------------------------------------------
 
 _PARENT = """

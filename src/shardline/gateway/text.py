@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 
 BUNDLE_BYTES = 64 << 20
 """Largest text bundle: four times that of the largest vocabulary in use."""
+TOKENISING = 2
+"""Texts that are with the head Nodes at a time."""
 KEPT = 8
 """Vocabularies in memory; the one unused for longest goes first."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -44,6 +46,7 @@ class TextStore:
         self._cache_dir = cache_dir
         self._client = client
         self._settings = settings
+        self._tokenising = asyncio.Semaphore(TOKENISING)
         self._kept: OrderedDict[str, Vocabulary] = OrderedDict()
         self._loads: dict[str, asyncio.Future[Vocabulary]] = {}
         self._loaders: set[asyncio.Task[None]] = set()
@@ -97,18 +100,21 @@ class TextStore:
         reasons = []
         for peer in model.head_nodes:
             try:
-                answer = await self._client.json(
-                    "POST",
-                    f"{peer.url}/v1/tokenize",
-                    TokenizeAnswer,
-                    body=request,
-                    max_body=self._settings.api_body_bytes,
-                )
+                # The head tokenises between its engine's steps: a burst of long texts must not hold up who decodes.
+                async with self._tokenising:
+                    answer = await self._client.json(
+                        "POST",
+                        f"{peer.url}/v1/tokenize",
+                        TokenizeAnswer,
+                        body=request,
+                        max_body=self._settings.api_body_bytes,
+                    )
                 return _single_bos(_known(answer.tokens, vocabulary), vocabulary.bundle.bos)
             except (HttpFailure, ShardlineError) as error:
                 if isinstance(error, ShardlineError) and error.code == "body_too_large":
                     raise
-                reasons.append(f"{peer.node}: {error}")
+                log.warning("tokenize_failed", node=peer.node, reason=str(error))
+                reasons.append(f"{peer.node}: {error.brief if isinstance(error, HttpFailure) else error.message}")
         raise _unavailable(model.model, "tokenises", reasons)
 
     async def _load(self, digest: str, nodes: Sequence[Peer], load: asyncio.Future[Vocabulary]) -> None:
@@ -154,7 +160,8 @@ class TextStore:
                     raise ShardlineError("text_unavailable", f"status {response.status}")
                 vocabulary = await asyncio.to_thread(_checked, response.body, digest)
             except (HttpFailure, ShardlineError) as error:
-                reasons.append(f"{peer.node}: {error}")
+                log.warning("text_bundle_failed", node=peer.node, reason=str(error))
+                reasons.append(f"{peer.node}: {error.brief if isinstance(error, HttpFailure) else error}")
                 continue
             try:
                 await asyncio.to_thread(_write, self._cache_dir / digest, response.body)

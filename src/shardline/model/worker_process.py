@@ -131,9 +131,15 @@ class WorkerProcess:
         self._freed = False
         self._last_ticks = 0
         self._last_tick_at = time.monotonic()
-        self.rows = SharedRows.make()
+        try:
+            self.rows = SharedRows.make()
+        except OSError as error:
+            raise _not_started(error) from error
         try:
             self._spawn(environment)
+        except OSError as error:
+            self.rows.close()
+            raise _not_started(error) from error
         except BaseException:
             self.rows.close()
             raise
@@ -147,24 +153,23 @@ class WorkerProcess:
         with contextlib.ExitStack() as opened:
             ours, theirs = socket.socketpair()
             opened.callback(theirs.close)
+            kept = contextlib.ExitStack()
+            kept.callback(ours.close)
+            opened.push(lambda kind, error, trace: kept.close() if kind is not None else None)
             log_fd, log_end = os.pipe()
             opened.callback(os.close, log_end)
+            kept.callback(os.close, log_fd)
             command = [sys.executable, "-P", "-X", "faulthandler", "-m", "shardline.model.worker"]
             command += ["--channel", str(theirs.fileno()), "--rows", str(self.rows.fd), "--parent", str(os.getpid())]
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_end,
-                    stderr=log_end,
-                    pass_fds=(theirs.fileno(), self.rows.fd),
-                    env=dict(environment),
-                    start_new_session=True,  # Ctrl-C in the Node's terminal is the Node's
-                )
-            except OSError as error:
-                ours.close()
-                os.close(log_fd)
-                raise ShardlineError("engine_lost", f"no worker process can be started: {error.strerror}") from error
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log_end,
+                stderr=log_end,
+                pass_fds=(theirs.fileno(), self.rows.fd),
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C in the Node's terminal is the Node's
+            )
         ours.setblocking(False)
         os.set_blocking(log_fd, False)
         self._channel = ours
@@ -420,3 +425,8 @@ class WorkerProcess:
         await self._reap(_REAP_S)
         self._free()
         self.fail_pending(error)
+
+
+def _not_started(error: OSError) -> ShardlineError:
+    """No memory, no file descriptor, no process: the system says no, and may say yes later."""
+    return ShardlineError("engine_lost", f"no worker process can be started: {error.strerror}")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from shardline.cli.demo_model import demo_model
@@ -20,7 +21,8 @@ from shardline.wire.messages import TextBundle
 from tests.model.test_torch_weights import peak_memory
 from tests.support.torch_models import Route, entry, reference_greedy, reference_logits, result
 
-pytestmark = [pytest.mark.torch, pytest.mark.smollm2]
+pytestmark = [pytest.mark.torch, pytest.mark.smollm2, pytest.mark.timeout(180)]
+"""transformers takes 10 s of CPU time to read the file, and more where others use the machine too."""
 
 FILE = demo_model()
 LAYERS = 30
@@ -35,7 +37,7 @@ def reference():
         empty = transformers.AutoModelForCausalLM.from_config(config_of(read_model(FILE)))
     found = load_gguf_checkpoint(FILE, return_tensors=True, model_to_load=empty)
     config = transformers.AutoConfig.for_model(found["config"].pop("model_type"), **found["config"])
-    with transformers.initialization.no_init_weights():
+    with no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     lost = model.load_state_dict(found["tensors"], strict=False)
     assert lost.missing_keys == ["lm_head.weight"] and not lost.unexpected_keys

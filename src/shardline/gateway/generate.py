@@ -48,6 +48,7 @@ class RunningGeneration:
         self._record = record
         self._events: deque[GenerationEvent] = deque()
         self._telemetry_due = False
+        self._reported = False
         self._wake = asyncio.Event()
         self._opened = asyncio.Event()
         self._ending = asyncio.Event()
@@ -85,7 +86,8 @@ class RunningGeneration:
 
     async def cancel(self, reason: str) -> None:
         self._end_cancelled(reason)
-        await self._ended.wait()
+        if self._failure is None:  # a failure was told already: nobody waits for what is still closed behind it
+            await self._ended.wait()
 
     async def stop(self) -> None:
         """The text is complete: what was computed beyond it is dropped. Waits for slow Nodes as little as any end."""
@@ -161,10 +163,22 @@ class RunningGeneration:
             self._tell_failure(ShardlineError("internal", "the Gateway failed at this generation", session=self.id))
 
     def _tell_failure(self, error: ShardlineError) -> None:
+        """To the client and to the Tracker, before anything is closed: the next request must not take the same way."""
         self._failure = error
         self._record.fail(error)
         self._opened.set()
         self._wake.set()
+        self._report()
+
+    def _report(self) -> None:
+        """How the session ended, once."""
+        if self._reported or self._session is None:
+            return
+        self._reported = True
+        try:
+            self._owner.report(self._session, self._record.phase)
+        except Exception as error:
+            log.exception("report_failed", exc_info=error, session=self.id)
 
     def _conclude(self) -> None:
         """Nothing runs any more: say how it ended, to whoever waits first of all."""
@@ -180,12 +194,8 @@ class RunningGeneration:
         self._ended.set()
         self._wake.set()
         self._record.cancel = not_running
-        try:
-            if self._session is not None:
-                self._owner.report(self._session, self._record.phase)
-            self._owner.ended(self._record)
-        except Exception as error:
-            log.exception("report_failed", exc_info=error, session=self.id)
+        self._report()
+        self._owner.ended(self._record)
 
     async def _generate(self, tasks: asyncio.TaskGroup) -> None:
         admission = self._owner.admission(self._request.model)

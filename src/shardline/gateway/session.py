@@ -148,7 +148,11 @@ class RouteSession:
             await self.close()
             raise
         if self.failure is not None:
-            await self.close()
+            if self.failure.code in ("node_lost", "deadline"):
+                # The client hears of it now; a Node that does not answer is given its second beside that.
+                self._tasks.create_task(self.close())
+            else:
+                await self.close()
             raise self.failure
 
     async def _hold(self, line: _Line, ticket: str) -> None:

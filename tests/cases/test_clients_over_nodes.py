@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import socket
@@ -209,13 +210,32 @@ async def test_a_client_that_reads_nothing(tmp_path: Path) -> None:
         client.leave(reset=True)
 
 
-async def test_idle_connections_that_close_as_a_step_is_written(tmp_path: Path) -> None:
-    """Servers close idle connections after just the time between two steps, and nobody's pool knows it: each step meets
-    a connection that is open, closed, or closing. No session dies of it, and no step is lost or computed twice."""
-    settings = msgspec.structs.replace(QUICK, server_idle_s=0.01, client_idle_s=30.0)
-    async with api_cluster(tmp_path, script=SLOW, settings=settings) as cluster:
-        for _ in range(2):
-            answer = await cluster.answer(max_tokens=120)
-            assert answer["choices"][0]["text"] == "".join(f" t{i}" for i in range(60)) * 2
-            forward, back = (await cluster.record(answer["session"]))["seams"]
-            assert (forward["decode"]["rows"], back["decode"]["rows"]) == (119, 119)
+async def test_connections_that_close_as_a_step_is_written(tmp_path: Path) -> None:
+    """Every seventh step meets a connection that is closed as it is written, as an idle limit does it: it is sent once
+    more on a fresh one. No session dies of it, and no step is lost or computed twice."""
+    lost = 0
+    steps = itertools.count(1)
+
+    def swallows(data: bytes) -> bool:
+        nonlocal lost
+        meets = data.startswith(b"POST /v1/steps ") and next(steps) % 7 == 0
+        lost += meets
+        return meets
+
+    async with api_cluster(tmp_path, script={**COUNTING, "decode_ms": 1}, relayed=(0, 1)) as cluster:
+        for relay in cluster.relays.values():
+            relay.swallows = swallows
+        answer = await cluster.answer(max_tokens=120)
+        assert answer["choices"][0]["text"] == "".join(f" t{i}" for i in range(60)) * 2
+        forward, back = (await cluster.record(answer["session"]))["seams"]
+        assert (forward["decode"]["rows"], back["decode"]["rows"]) == (119, 119)
+        assert lost > 30
+
+
+async def test_idle_limits_as_long_as_the_time_between_two_steps(tmp_path: Path) -> None:
+    """Servers close idle connections after just that, and nobody's pool knows of it: a step meets a connection that is
+    open, closed, or closing."""
+    settings = msgspec.structs.replace(QUICK, server_idle_s=0.012, client_idle_s=30.0)
+    async with api_cluster(tmp_path, script=SLOW, settings=settings, relayed=(0, 1)) as cluster:
+        assert await cluster.text(max_tokens=120) == "".join(f" t{i}" for i in range(60)) * 2
+        assert cluster.relays[1].accepted > 10, "connections were closed between steps"

@@ -18,6 +18,8 @@ from shardline.node import run as node_run
 from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
 from shardline.settings import Settings
 from shardline.tracker import run as tracker_run
+from shardline.transport.credentials import identity_key
+from shardline.wire.tickets import node_id_of, public_bytes
 from tests.support.api_cluster import CHAT, COUNTING, TEXT, ApiCluster, Json, api_cluster, until
 from tests.support.local_cluster import CREDENTIAL, Role
 from tests.support.relay import Relay, free_port
@@ -142,7 +144,8 @@ async def test_what_is_listed_is_what_is_served(tmp_path: Path) -> None:
 
 async def failed(role: Role) -> ShardlineError:
     assert role.task is not None
-    await asyncio.wait({role.task}, timeout=10)
+    await asyncio.wait({role.task}, timeout=5)
+    assert role.task.done(), "it should have given up"
     with pytest.raises(ShardlineError) as caught:
         role.task.result()
     return caught.value
@@ -189,12 +192,17 @@ async def test_a_node_comes_back_under_another_address(tmp_path: Path) -> None:
             assert (await shown(cluster, tail.node))["dialled_url"] == moved.url
 
 
-async def test_the_old_address_of_a_node_that_only_moved_is_another_program(tmp_path: Path) -> None:
-    """An advertised address at which somebody else answers 200 is refused: identity counts, not the status."""
+@pytest.mark.parametrize("knows_the_id", [False, True])
+async def test_a_foreign_program_at_the_advertised_address(tmp_path: Path, knows_the_id: bool) -> None:
+    """It answers 200, even with the Node's id: refused all the same, as only the key of the Node can sign."""
+    key = tmp_path / "node.key"
+    node = node_id_of(public_bytes(identity_key(key)))
+    body = json.dumps({"id": node, "protocol": 1, "proof": "e30.AAAA"} if knows_the_id else {}).encode()
 
     async def foreign(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
         await writer.drain()
         writer.close()
 
@@ -203,7 +211,7 @@ async def test_the_old_address_of_a_node_that_only_moved_is_another_program(tmp_
         await asyncio.start_server(foreign, "127.0.0.1", 0) as server,
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        error = await failed(await cluster.start_node(3, 6, advertise_url=url))
+        error = await failed(await cluster.start_node(3, 6, advertise_url=url, identity_path=key))
         assert error.code == "registration_refused" and url in error.message
         cluster.nodes.pop()
         await is_refused(cluster, [[3, 6]])

@@ -24,6 +24,8 @@ class Relay:
         """So many bytes more get through to the server, over all connections; the rest is held, nothing is closed."""
         self.rewrite: Callable[[bytes], bytes] = bytes
         """What becomes of bytes on their way to the client; their number must stay."""
+        self.swallows: Callable[[bytes], bool] = lambda data: False
+        """Whether these bytes of a client meet a server that just closes: they are lost, and the connection is cut."""
         self.accepted = 0
         self._idle_s = idle_s
         self._flows = asyncio.Event()
@@ -82,8 +84,8 @@ class Relay:
                 await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
                 up.cancel()
                 down.cancel()
-        except OSError:
-            pass
+        except (OSError, asyncio.CancelledError):
+            pass  # cancelled by `__aexit__` only, which waits; asyncio's streams report a cancelled task as an error
         finally:
             for each in writers:
                 each.transport.abort()
@@ -106,6 +108,8 @@ class Relay:
                 if not data:
                     return
                 await self._flows.wait()
+                if upwards and self.swallows(data):
+                    return
                 if not upwards:
                     data = self.rewrite(data)
                 elif self.pass_bytes is not None:

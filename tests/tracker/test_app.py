@@ -196,7 +196,7 @@ async def test_a_silent_node_expires_by_itself(cluster: Cluster) -> None:
     async with node_at(0, 30) as node:
         await cluster.register(node)
         async with asyncio.timeout(10):
-            while (await cluster.tracker.nodes())["nodes"][0]["state"] != "expired":  # noqa: ASYNC110
+            while (await cluster.tracker.nodes())["nodes"][0]["state"] != "expired":
                 await asyncio.sleep(0.05)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.support.cluster import Cluster, until
 
-SCRIPT = {"model": "scripted", "n_layers": 6, "answer": [" yes"], "load_ms": 1200}
-SETTINGS = {"tracker_heartbeat_s": 0.2, "tracker_expiry_s": 1.0}
+SCRIPT = {"model": "scripted", "n_layers": 6, "answer": [" yes"], "load_ms": 700}
+SETTINGS = {"tracker_heartbeat_s": 0.2, "tracker_expiry_s": 0.8}
 
 
 async def seen(cluster: Cluster) -> tuple[int, str, Any]:

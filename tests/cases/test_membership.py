@@ -19,6 +19,7 @@ from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
 from shardline.settings import Settings
 from shardline.tracker import run as tracker_run
 from shardline.transport.credentials import identity_key
+from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.tickets import node_id_of, public_bytes
 from tests.support.api_cluster import CHAT, COUNTING, TEXT, ApiCluster, Json, api_cluster, until
 from tests.support.local_cluster import CREDENTIAL, Role
@@ -73,17 +74,11 @@ async def shown(cluster: ApiCluster, node: str) -> Json:
 async def beginning(cluster: ApiCluster, layers: list[tuple[int, int]]) -> None:
     """Tracker, Gateway, and Nodes that need not become ready."""
     await cluster.start_tracker()
-    cluster.tracker_client = _tracker(cluster)
+    cluster.tracker_client = TrackerClient(cluster.client, cluster.tracker.url)
     await cluster.start_gateway()
     for first, last in layers:
         role = await cluster.start_node(first, last)
         await role.until("listening")
-
-
-def _tracker(cluster: ApiCluster) -> Any:
-    from shardline.transport.tracker_client import TrackerClient
-
-    return TrackerClient(cluster.client, cluster.tracker.url)
 
 
 @pytest.mark.parametrize("fault", [{"kind": "error"}, {"kind": "slow", "ms": 60_000}], ids=["fails", "takes a minute"])
@@ -238,6 +233,41 @@ async def test_an_address_that_nobody_reaches(tmp_path: Path, host: str, code: s
         cluster.nodes.pop()
         assert error.code == code and host.strip("[]").partition("%")[0] in error.message
         await is_refused(cluster, [[3, 6]])
+
+
+async def hosts(cluster: ApiCluster, tracker: str, nodes: list[str], gateway: str) -> None:
+    """Start every part on a loopback address of its own family."""
+    await cluster.start_tracker(host=tracker)
+    cluster.tracker_client = TrackerClient(cluster.client, cluster.tracker.url)
+    for number, host in enumerate(nodes):
+        role = await cluster.start_node(3 * number, 3 * number + 3, host=host)
+        await role.until("listening")
+    await cluster.start_gateway(host=gateway)
+    for role in cluster.nodes:
+        await role.until("ready")
+
+
+@pytest.mark.parametrize(
+    ("tracker", "nodes", "gateway"),
+    [
+        ("::1", ["::1", "::1"], "::1"),
+        ("::1", ["127.0.0.1", "::1"], "localhost"),
+        ("localhost", ["::1", "localhost"], "::1"),
+    ],
+)
+async def test_ipv6_alone_and_mixed(tmp_path: Path, tracker: str, nodes: list[str], gateway: str) -> None:
+    """All parts on `::1`, and each on another family: every URL that one part tells another can be called."""
+    cluster = ApiCluster(tmp_path, QUICK)
+    cluster.script.write_text(json.dumps({"model": cluster.model, **COUNTING}))
+    try:
+        await hosts(cluster, tracker, nodes, gateway)
+        await is_served(cluster)
+        urls = [cluster.tracker.url, *(node.url for node in cluster.nodes), cluster.url]
+        for host, url in zip([tracker, *nodes, gateway], urls, strict=True):
+            assert url.startswith("http://[::1]:" if host == "::1" else "http://127.0.0.1:")
+        await cluster.until_free()
+    finally:
+        await cluster.stop()
 
 
 # ---- files -------------------------------------------------------------------------------------------------------

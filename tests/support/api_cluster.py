@@ -47,7 +47,7 @@ class ApiCluster(LocalCluster):
         options = GatewayOptions(
             settings=self.settings,
             tracker_url=self.tracker.url,
-            host="127.0.0.1",
+            host=more.pop("host", "127.0.0.1"),
             port=0,
             credential=CREDENTIAL,
             state_dir=self.folder,

@@ -79,10 +79,10 @@ class LocalCluster:
         self.script = folder / "script.json"
         self.content_id = ""
 
-    async def start_tracker(self, port: int = 0) -> None:
+    async def start_tracker(self, port: int = 0, host: str = "127.0.0.1") -> None:
         options = TrackerOptions(
             settings=self.settings,
-            host="127.0.0.1",
+            host=host,
             port=port,
             credential=CREDENTIAL,
             state_dir=self.folder,
@@ -98,7 +98,7 @@ class LocalCluster:
             tracker_url=more.pop("tracker_url", self.tracker.url),
             model=str(more.pop("model", self.script)),
             engine="scripted",
-            host="127.0.0.1",
+            host=more.pop("host", "127.0.0.1"),
             port=more.pop("port", 0),
             credential=CREDENTIAL,
             state_dir=self.folder,

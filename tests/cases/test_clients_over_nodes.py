@@ -142,14 +142,14 @@ async def test_the_connection_to_the_first_node_is_cut(tmp_path: Path) -> None:
 
 
 async def test_a_proxy_that_closes_silent_connections(tmp_path: Path) -> None:
-    """A prefill of two seconds behind a proxy with an idle limit of a quarter of that: comments keep the stream alive,
-    and a failure in that prefill comes as an event. Without comments the proxy does cut: it is one."""
+    """A prefill of more than a second behind a proxy with an idle limit of a part of that: comments keep the stream
+    alive, and a failure in that prefill comes as an event. Without comments the proxy does cut: it is one."""
     assert Settings().keep_alive_comment_s <= 10
     fault = {"kind": "error", "phase": "prefill", "node": 3, "step": 4, "contains": "!"}
-    script = {**COUNTING, "prefill_ms_per_row": 12, "faults": [fault]}
+    script = {**COUNTING, "prefill_ms_per_row": 8, "faults": [fault]}
     settings = msgspec.structs.replace(QUICK, prefill_chunk_max=16)
     async with api_cluster(tmp_path, script=script, settings=settings) as cluster:
-        async with Relay(int(cluster.url.rsplit(":", 1)[1]), idle_s=0.5) as proxy:
+        async with Relay(int(cluster.url.rsplit(":", 1)[1]), idle_s=0.35) as proxy:
             async with cluster.streamed("p" * 80, url=proxy.url, max_tokens=2) as stream:
                 await stream.read_all()
             assert (stream.text, stream.done, stream.error) == (" t0 t1", True, None)
@@ -237,5 +237,5 @@ async def test_idle_limits_as_long_as_the_time_between_two_steps(tmp_path: Path)
     open, closed, or closing."""
     settings = msgspec.structs.replace(QUICK, server_idle_s=0.012, client_idle_s=30.0)
     async with api_cluster(tmp_path, script=SLOW, settings=settings, relayed=(0, 1)) as cluster:
-        assert await cluster.text(max_tokens=120) == "".join(f" t{i}" for i in range(60)) * 2
-        assert cluster.relays[1].accepted > 10, "connections were closed between steps"
+        assert await cluster.text(max_tokens=60) == "".join(f" t{i}" for i in range(60))
+        assert cluster.relays[1].accepted > 5, "connections were closed between steps"

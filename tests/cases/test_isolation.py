@@ -16,7 +16,7 @@ from shardline.settings import Settings
 from tests.support.api_cluster import COUNTING, ApiCluster, Json, api_cluster
 
 CLIENTS = 16
-ROUNDS = 4
+ROUNDS = 3
 
 
 async def test_sixteen_clients_with_markers_of_which_a_third_leaves(tmp_path: Path) -> None:

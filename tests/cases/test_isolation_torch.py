@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, Json, model_cluster
+from tests.support.cluster import Cluster, Json
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 torch = pytest.importorskip("torch")
@@ -80,11 +80,18 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tupl
     save_tokenizer(folder)
     arguments = ["--kv-tokens", str(KV_TOKENS), "--threads", "1"]
     settings = {"prefill_chunk_max": 16, "queue_limit": 100}
-    state = tmp_path_factory.mktemp("cluster")
-    async with model_cluster(
-        state, folder, layers=["0:2", "2:4"], settings=settings, node_arguments=arguments
-    ) as cluster:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), settings)
+    try:
+        await cluster.start_tracker()
+        for span in ("0:2", "2:4"):
+            await cluster.start_node(str(folder), "--engine", "torch", "--layers", span, *arguments)
+        await cluster.start_gateway()
+        for node in cluster.nodes:
+            await node.until("ready", 120)
+        cluster.model = (await cluster.http.get(f"{cluster.gateway.url}/v1/models")).json()["data"][0]["id"]
         yield cluster, Alone(model)
+    finally:
+        await cluster.stop()
 
 
 def request(cluster: Cluster, ids: Sequence[int], **more: Any) -> Json:

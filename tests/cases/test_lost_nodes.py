@@ -6,8 +6,8 @@ The fault table (phase by fault) is tests/cluster/test_faults.py; here are the s
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,96 +17,86 @@ import pytest
 
 from shardline.settings import Settings
 from tests.support.api_cluster import COUNTING, ApiCluster, api_cluster
-from tests.support.cluster import Cluster, scripted_cluster, until
-from tests.support.step_proxy import Rule
+from tests.support.cluster import scripted_cluster, until
 
 SLOW: dict[str, Any] = {**COUNTING, "decode_ms": 10}
 QUICK = Settings(drain_s=0.5, beat_interval_s=0.1, beat_timeout_s=0.6, push_s=0.4, late_timer_s=0.3)
 """Silence is a loss after 0.6 s instead of 2.5."""
 
 
-# ---- killed ------------------------------------------------------------------------------------------------------
+# ---- gone --------------------------------------------------------------------------------------------------------
 
 
-def kills(cluster: Cluster, node: int, at: int) -> Rule:
-    """Kill the Node as step `at` arrives, which it then never gets."""
+def dies(cluster: ApiCluster, number: int) -> None:
+    """What everybody else sees when a process is killed: its connections are reset, and new ones are refused."""
+    cluster.relays[number].refuses = True
+    cluster.relays[number].cut()
 
-    async def rule(number: int, body: bytes) -> list[bytes] | None:
-        if number == at:
-            cluster.nodes[node].signal(signal.SIGKILL)
-            return None
-        return [body]
 
-    return rule
+def dies_at_step(cluster: ApiCluster, number: int, at: int) -> None:
+    """The Node dies as step `at` (from 0) arrives, which it then never gets."""
+    steps = itertools.count()
+
+    def swallows(data: bytes) -> bool:
+        if data.startswith(b"POST /v1/steps ") and next(steps) == at:
+            dies(cluster, number)
+            return True
+        return False
+
+    cluster.relays[number].swallows = swallows
 
 
 @pytest.mark.parametrize("spare", [False, True])
-async def test_killed_in_prefill_then_five_more_at_once(tmp_path: Path, spare: bool) -> None:
-    """A prompt of four chunks; the middle Node is killed between the second and the third. That request ends with
+async def test_gone_in_prefill_then_five_more_at_once(tmp_path: Path, spare: bool) -> None:
+    """A prompt of four chunks; the middle Node dies between the second and the third. That request ends with
     `node_lost`, the Node and the phase, and is not tried again. Of the five behind it each is refused at once with
     the missing layers, or served by the other Node that has them. The survivors are free."""
-    layers = ["0:2", "2:4", "4:6", *(["2:4"] if spare else [])]
-    proxied = (1, 3) if spare else (1,)
-    settings = {"prefill_chunk_max": 16}
-    script = {**COUNTING, "prefill_ms_per_row": 2}
-    async with scripted_cluster(tmp_path, layers=layers, script=script, settings=settings, proxied=proxied) as cluster:
-        for number in proxied:
-            cluster.proxies[number].rule = kills(cluster, number, 2)
-        url = f"{cluster.gateway.url}/v1/completions"
-        body = {"model": cluster.model, "prompt": "p" * 64, "max_tokens": 4, "temperature": 0}
-        answer = await cluster.http.post(url, json=body)
+    layers = [(0, 2), (2, 4), (4, 6), *([(2, 4)] if spare else [])]
+    relayed = (1, 3) if spare else (1,)
+    script = {**COUNTING, "prefill_ms_per_row": 1}
+    settings = Settings(drain_s=0.5, prefill_chunk_max=16)
+    async with api_cluster(tmp_path, layers=layers, script=script, settings=settings, relayed=relayed) as cluster:
+        for number in relayed:
+            dies_at_step(cluster, number, 2)
+        answer = await cluster.ask("p" * 64, max_tokens=4)
         error = answer.json()["error"]
-        lost = next(node for node in proxied if cluster.nodes[node].facts["node"] == error.get("node"))
-        assert (answer.status_code, error["code"], error["phase"]) == (502, "node_lost", "prefill")
+        assert (answer.status_code, error["code"], error["phase"]) == (502, "node_lost", "prefill"), error
         assert error["layers"] == [2, 4] and answer.headers["x-should-retry"] == "false"
-        # The third may have been sent once more, on a fresh connection that leads nowhere.
-        assert len(cluster.proxies[lost].seen.bodies) in (3, 4)
-        for number in proxied:
-            cluster.proxies[number].rule = lambda number, body: _same(body)
-        began = time.monotonic()
+        lost = next(number for number in relayed if cluster.nodes[number].node == error["node"])
+        for number in relayed:
+            cluster.relays[number].swallows = lambda data: False
         async with asyncio.TaskGroup() as tasks:
-            more = [tasks.create_task(cluster.http.post(url, json=body)) for _ in range(5)]
+            more = [tasks.create_task(cluster.ask("p" * 64, max_tokens=4)) for _ in range(5)]
         if spare:
             assert [task.result().status_code for task in more] == [200] * 5
             assert {task.result().json()["choices"][0]["text"] for task in more} == {" t0 t1 t2 t3"}
         else:
-            assert time.monotonic() - began < 2
-            refusals = [(t.result().status_code, t.result().json()["error"]["missing"]) for t in more]
-            assert refusals == [(503, [[2, 4]])] * 5
-        await cluster.until_free([n for n in range(len(layers)) if n != lost], within_s=2.0)
-
-
-async def _same(body: bytes) -> list[bytes] | None:
-    return [body]
+            assert [refusal(task.result()) for task in more] == [(503, "model_unavailable", [[2, 4]])] * 5
+        assert [session["phase"] for session in await cluster.sessions()].count("completed") == (5 if spare else 0)
+        await cluster.until_free([number for number in range(len(layers)) if number != lost])
 
 
 @pytest.mark.parametrize("lost", ["head", "tail", "middle and tracker"])
-async def test_killed_in_decode(tmp_path: Path, lost: str) -> None:
+async def test_gone_in_decode(tmp_path: Path, lost: str) -> None:
     """The first Node, the last one, and a middle one together with the Tracker, after the fifth token: the text so far
     was delivered, one error event ends the stream, Gateway and survivors live and are free."""
     number = {"head": 0, "tail": 2}.get(lost, 1)
-    async with scripted_cluster(tmp_path, script=SLOW) as cluster:
+    layers = [(0, 2), (2, 4), (4, 6)]
+    async with api_cluster(tmp_path, layers=layers, script=SLOW, relayed=(number,)) as cluster:
         async with cluster.streamed(max_tokens=1000) as stream:
             await stream.read_tokens(5)
             if "tracker" in lost:
-                cluster.tracker.signal(signal.SIGKILL)
-            cluster.nodes[number].signal(signal.SIGKILL)
-            struck = time.monotonic()
-            await stream.read_all()
-        assert stream.error is not None and stream.error_at is not None
-        assert (stream.error["code"], stream.error["node"]) == ("node_lost", cluster.nodes[number].facts["node"])
-        assert stream.error_at - struck < 2
+                await cluster.tracker.end()
+            dies(cluster, number)
+            await asyncio.wait_for(stream.read_all(), 4)
+        assert stream.error is not None
+        assert (stream.error["code"], stream.error["node"]) == ("node_lost", cluster.nodes[number].node)
         assert (stream.finish_reason, stream.done) == (None, False)
         assert stream.text.startswith(" t0 t1 t2 t3 t4") and stream.error["tokens_delivered"] >= 5
-        roles = [c["choices"][0]["delta"].get("role") for c in stream.chunks if c["choices"]]
-        assert roles.count("assistant") == 1
-        survivors = [n for n in range(3) if n != number]
-        await cluster.until_free(survivors, within_s=2.0)
-        assert (await cluster.http.get(f"{cluster.gateway.url}/healthz")).status_code == 200
-        answer = await cluster.ask("next")
-        code = answer.json()["error"]["code"]
+        await cluster.until_free([other for other in range(3) if other != number])
+        assert (await cluster.get("/healthz"))[0] == 200
         expected = "tracker_unreachable" if "tracker" in lost else "model_unavailable"
-        assert (answer.status_code, code) == (503, expected)
+        assert refusal(await cluster.ask("next"))[:2] == (503, expected)
 
 
 # ---- silent ------------------------------------------------------------------------------------------------------
@@ -159,10 +149,10 @@ async def test_a_node_that_stops_reading_within_a_body(tmp_path: Path) -> None:
 
 
 async def test_a_node_that_is_slow_but_alive(tmp_path: Path) -> None:
-    """A step that takes three times as long as silence may last, in prefill and in decode: it is waited for."""
+    """A step that takes longer than silence may last, in prefill and in decode: it is waited for."""
     faults = [
-        {"kind": "slow", "phase": "prefill", "node": 3, "step": 0, "ms": 1500},
-        {"kind": "slow", "phase": "decode", "node": 3, "step": 1, "ms": 1500},
+        {"kind": "slow", "phase": "prefill", "node": 3, "step": 0, "ms": 1000},
+        {"kind": "slow", "phase": "decode", "node": 3, "step": 1, "ms": 1000},
     ]
     async with api_cluster(tmp_path, script={**COUNTING, "faults": faults}, settings=QUICK) as cluster:
         stream = await cluster.read(max_tokens=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.support.local_cluster import CREDENTIAL, Role
 from tests.support.relay import Relay, free_port
 
 QUICK = Settings(drain_s=0.3, tracker_heartbeat_s=0.1, tracker_expiry_s=0.8, worker_backoff_s=0.5)
+HAS_IPV6 = Path("/proc/net/if_inet6").exists() or sys.platform == "darwin"
 THIRTY: Json = {**COUNTING, "n_layers": 30}
 TENS = [(0, 10), (10, 20), (20, 30)]
 
@@ -255,6 +257,7 @@ async def hosts(cluster: ApiCluster, tracker: str, nodes: list[str], gateway: st
         ("localhost", ["::1", "localhost"], "::1"),
     ],
 )
+@pytest.mark.skipif(not HAS_IPV6, reason="no IPv6 here")
 async def test_ipv6_alone_and_mixed(tmp_path: Path, tracker: str, nodes: list[str], gateway: str) -> None:
     """All parts on `::1`, and each on another family: every URL that one part tells another can be called."""
     cluster = ApiCluster(tmp_path, QUICK)
@@ -299,7 +302,7 @@ async def test_a_restarted_tracker_while_requests_come(tmp_path: Path) -> None:
     else; nobody restarts a Node."""
     async with api_cluster(tmp_path, script={**COUNTING, "decode_ms": 15}, settings=QUICK) as cluster:
         answers = []
-        async with cluster.streamed(max_tokens=120) as stream:
+        async with cluster.streamed(max_tokens=60) as stream:
             await stream.read_tokens(2)
             port = int(cluster.tracker.url.rsplit(":", 1)[1])
             await cluster.tracker.end()
@@ -312,7 +315,7 @@ async def test_a_restarted_tracker_while_requests_come(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
             assert not stream.done
             await stream.read_all()
-        assert (stream.text, stream.error) == ("".join(f" t{i}" for i in range(60)) * 2, None)
+        assert (stream.text, stream.error) == ("".join(f" t{i}" for i in range(60)), None)
         codes = {a.json()["error"]["code"] for a in answers[:-1]}
         assert answers[-1].status_code == 200 and {a.status_code for a in answers[:-1]} == {503}, codes
         assert codes <= {"tracker_unreachable", "model_unavailable"}, codes
@@ -329,7 +332,7 @@ async def test_a_node_that_only_the_tracker_does_not_reach(tmp_path: Path) -> No
         tail = await cluster.start_node(3, 6, tracker_url=relay.url)
         await tail.until("ready")
         await is_served(cluster)
-        async with cluster.streamed(max_tokens=110) as stream:
+        async with cluster.streamed(max_tokens=90) as stream:
             await stream.read_tokens(1)
             relay.hold()
 

@@ -299,7 +299,7 @@ class ShardHost:
             last_lane=self._last_lane,
             sessions_by_route=sessions,
             hops_by_route=hops,
-            measured=self.measured(),
+            measured=self.measured() if len(decode) > 1 else Measured(),
         )
 
     def measured(self) -> Measured:

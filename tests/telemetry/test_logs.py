@@ -84,3 +84,16 @@ def test_setting_up_twice_does_not_double_lines() -> None:
     configure_logs(role="node", stream=out)
     structlog.get_logger("shardline.x").info("once")
     assert len(lines(out)) == 1
+
+
+@pytest.mark.parametrize("style", ["json", "console"])
+def test_a_traceback_shows_no_local_variables(style: str) -> None:
+    out = io.StringIO()
+    configure_logs(role="node", style=style, stream=out)  # type: ignore[arg-type]
+    try:
+        authorization = "Bearer " + "sk-" + "12345678"
+        raise ValueError(f"{len(authorization)} characters")
+    except ValueError:
+        structlog.get_logger("shardline.node").exception("request_failed")
+    assert "ValueError: 18 characters" in out.getvalue()
+    assert "sk-12345678" not in out.getvalue()

@@ -8,8 +8,10 @@ Shown by tests/cli/test_process.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -21,6 +23,7 @@ import uvloop
 from shardline.errors import ShardlineError
 from shardline.options import StartPhase
 
+FILES = 65_536
 FORCED_S = 6.0
 """A process that was told to stop has the drain time plus this long; then it ends the hard way."""
 
@@ -86,8 +89,18 @@ def run_until_signal(work: Coroutine[Any, Any, None], *, drain_s: float, lifelin
 
     A second signal, or a drain that takes longer than `drain_s` and a little, ends the process at once with code 1.
     """
+    _raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_until_signal(work, drain_s=drain_s, lifeline=lifeline))
+
+
+def _raise_file_limit() -> None:
+    """As many open files as the system lets this user have: each session of a Node is a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # some systems name a limit that they do not grant
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _until_signal(work: Coroutine[Any, Any, None], *, drain_s: float, lifeline: bool) -> None:

@@ -54,7 +54,12 @@ def configure_logs(*, role: str, style: LogStyle = "auto", level: str = "info", 
     renderer: Any = (
         structlog.processors.JSONRenderer(sort_keys=False)
         if as_json
-        else structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=0)
+        else structlog.dev.ConsoleRenderer(
+            colors=out.isatty(),
+            pad_event_to=0,
+            # The pretty one shows the local variables of each frame, and with them credentials and prompts.
+            exception_formatter=structlog.dev.plain_traceback,
+        )
     )
     tail: list[Any] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if as_json:

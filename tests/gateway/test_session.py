@@ -274,7 +274,7 @@ async def test_a_failed_session_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def sessions_of(liveness: Liveness) -> list[RouteSession]:
     gc.collect()
-    return [o for o in gc.get_objects() if isinstance(o, RouteSession) and o._liveness is liveness]
+    return [o for o in gc.get_objects() if type(o) is RouteSession and o._liveness is liveness]
 
 
 HOSTILE: dict[str, bytes] = {

@@ -33,7 +33,9 @@ class StartView:
     def __call__(self, child: Child) -> None:
         name = child.part.name
         words = in_words(child.phase, child.facts)
-        if child.phase == "ready":
+        if child.ended:
+            words = child.how_it_ended()
+        elif child.phase == "ready":
             words = f"ready after {time.monotonic() - child.started:.1f} s"
             words += f", {child.url}" if child.url else ""
         elif child.phase == "failed":

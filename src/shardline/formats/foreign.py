@@ -42,4 +42,4 @@ def describe_foreign(head: bytes, file_size: int) -> str:
         return "a GGUF file"
     if not any(head):
         return "zeros: a download that was reserved on disk but not filled"
-    return f"unknown: it begins with the bytes {head[:4].hex(' ')}"
+    return f"nothing that is known here: it begins with the bytes {head[:4].hex(' ')}"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
+import structlog
+
 from shardline.errors import ShardlineError
 from shardline.gateway.app import GatewayApp
 from shardline.gateway.completions import Completions
@@ -23,6 +25,8 @@ from shardline.transport.carrier import HttpCarrier
 from shardline.transport.http_client import HttpClient
 from shardline.transport.http_server import HttpServer, bind, check_listener
 from shardline.transport.tracker_client import TrackerClient
+
+log = structlog.get_logger(__name__)
 
 
 async def run(options: GatewayOptions) -> None:
@@ -40,10 +44,11 @@ async def run(options: GatewayOptions) -> None:
             Templates(settings) as templates,
             asyncio.TaskGroup() as tasks,
         ):
+            tracker = TrackerClient(client, options.tracker_url)
             records = Records(settings)
             metrics = GatewayMetrics()
             generations = RouteGenerations(
-                tracker=TrackerClient(client, options.tracker_url),
+                tracker=tracker,
                 client=client,
                 carrier=HttpCarrier(client),
                 records=records,
@@ -61,7 +66,8 @@ async def run(options: GatewayOptions) -> None:
             server = HttpServer(app.asgi(), sock=sock, settings=settings, drain=generations.drain, lifespan="off")
             running = tasks.create_task(generations.run())
             await server.start()
-            options.announce("listening", url=server.url)
+            options.announce("listening", url=server.url, tracker=options.tracker_url)
+            tasks.create_task(_look_for(tracker, options.tracker_url))
             options.announce("ready")
             try:
                 await asyncio.Event().wait()
@@ -72,3 +78,11 @@ async def run(options: GatewayOptions) -> None:
     finally:
         sock.close()
         await client.aclose()
+
+
+async def _look_for(tracker: TrackerClient, url: str) -> None:
+    """A wrong URL shows itself at the start, not at the first request. The Gateway serves all the same: it may come."""
+    try:
+        await tracker.models()
+    except ShardlineError as error:
+        log.warning("tracker_unreachable", tracker=url, reason=error.message)

@@ -52,7 +52,12 @@ def inspect_model(options: NodeOptions) -> ModelFacts:
     path = Path(options.model)
     if not path.exists():
         raise ShardlineError("model_file_invalid", f"there is no file or folder {options.model!r}", param="model")
-    facts = _inspect_script(path) if options.engine == "scripted" else _inspect_weights(path, options)
+    try:
+        facts = _inspect_script(path) if options.engine == "scripted" else _inspect_weights(path, options)
+    except ShardlineError as error:
+        if error.code != "model_file_invalid" or path.name in error.message:
+            raise
+        raise ShardlineError(error.code, f"{path.name}: {error.message}", param="model", **error.details) from None
     if options.content_id is not None and options.content_id != facts.content_id:
         raise ShardlineError(
             "model_file_invalid", f"expected the Model Artifact {options.content_id}, the file is {facts.content_id}"

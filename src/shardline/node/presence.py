@@ -47,6 +47,8 @@ _FINAL = frozenset(
 """Refusals that trying again does not cure."""
 _PROBE_S = 1.0
 _RETRY_S = 0.5
+_REPEAT_S = 30.0
+"""The same trouble with the Tracker is logged again after so long."""
 
 
 class Presence:
@@ -70,6 +72,7 @@ class Presence:
         self._count = 0
         self._peers: list[Peer] = []
         self._probes: list[PeerProbe] = []
+        self._complained = ("", "", 0.0)
         self._changed = asyncio.Event()
         self._beating = asyncio.Lock()
         self.registered = asyncio.Event()
@@ -95,8 +98,15 @@ class Presence:
             except ShardlineError as error:
                 if error.code in _FINAL and self._answer is None:
                     raise
-                log.warning("tracker_refused", code=error.code, reason=error.message)
+                self._complain("tracker_refused", error.message)
             await asyncio.sleep(_RETRY_S)
+
+    def _complain(self, event: str, reason: str) -> None:
+        """Once for each new trouble, not twice a second for as long as it lasts."""
+        now = time.monotonic()
+        if (event, reason) != self._complained[:2] or now - self._complained[2] > _REPEAT_S:
+            self._complained = (event, reason, now)
+            log.warning(event, reason=reason)
 
     async def _register(self) -> None:
         nonce = await self._tracker.nonce()
@@ -126,7 +136,7 @@ class Presence:
             except ShardlineError as error:
                 if error.code != "tracker_unreachable":
                     raise
-                log.warning("tracker_unreachable", reason=error.message)
+                self._complain("tracker_unreachable", error.message)
             await self._probe_peers()
 
     async def _beat(self, *, leaving: bool = False) -> None:
@@ -155,14 +165,14 @@ class Presence:
         try:
             await self._beat()
         except ShardlineError as error:
-            log.warning("tracker_unreachable", reason=str(error))
+            self._complain("tracker_unreachable", str(error))
 
     async def leaving(self) -> None:
         """Tell the Tracker that no new session may come; it may be away."""
         try:
             await self._beat(leaving=True)
         except ShardlineError as error:
-            log.warning("tracker_unreachable", reason=str(error))
+            self._complain("tracker_unreachable", str(error))
 
     async def _probe_peers(self) -> None:
         """Time all peers side by side: a silent one must not hold up the next heartbeat."""

@@ -245,3 +245,18 @@ async def test_telemetry_is_there_while_every_node_is_stopped(tmp_path: Path) ->
             return (await cluster.ask("again")).status_code == 200
 
         await until(served, 10)
+
+
+async def test_requests_beside_a_silent_head_are_answered_in_time(tmp_path: Path) -> None:
+    """Many at once: none waits for another's time with the head that does not answer."""
+    async with scripted_cluster(tmp_path, layers=("0:3", "3:6")) as cluster:
+        await cluster.text("warm")
+        cluster.nodes[0].signal(signal.SIGSTOP)
+        started = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            requests = [tasks.create_task(cluster.ask(f"question {i}")) for i in range(12)]
+        assert time.monotonic() - started < 8
+        for request in requests:
+            error = request.result().json()["error"]
+            assert request.result().status_code in (502, 503, 504), error
+            assert error["code"] in ("text_unavailable", "model_unavailable", "node_lost"), error

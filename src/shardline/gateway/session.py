@@ -61,6 +61,7 @@ _CODES_OF_NODES = _CODES_OF_SEAMS | {
     "shard_unready",
 }
 """What a Node may say of itself to a client. Everything else it says is told as a refusal, with its code beside it."""
+_CODES_OF_CHANGE = frozenset({"ticket_invalid", "ticket_used"})
 _DETAILS_OF_NODES = ("limit", "wanted", "free", "capacity", "retry_after", "reject")
 _BLAMED_NODE = frozenset({"node_lost", "engine_lost", "numerical_error"})
 log = structlog.get_logger(__name__)
@@ -275,7 +276,11 @@ class RouteSession:
         only one to blame; of a link, only its own end and a Node of this route."""
         details = {k: said.details[k] for k in _DETAILS_OF_NODES if k in said.details}
         code = said.code
-        if code not in _CODES_OF_NODES:
+        if code in _CODES_OF_CHANGE:
+            # Another Node, or another Tracker, than the one of the ticket: the next route knows.
+            details["reject"] = code
+            code = "shard_unready"
+        elif code not in _CODES_OF_NODES:
             details["reject"] = code
             code = fallback
         if code in _CODES_OF_SEAMS:

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import secrets
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class _Ticket:
     answer: asyncio.Future[Answer]
 
 
+SLOW_TRIES = 2
+SLOW_PAUSE_S = 10.0
+SLOW_KEPT = 16
+
+
 class Templates:
     """Renders for one Gateway; enter it before use. Jobs run one after another, in order."""
 
@@ -46,6 +52,8 @@ class Templates:
         self._settings = settings
         self._jobs: asyncio.Queue[_Ticket] = asyncio.Queue(WAITING)
         self._numbers = itertools.count(1)
+        self._slow: dict[str, tuple[int, float]] = {}
+        """Template -> how often in a row it passed its limit, and when last."""
         self._worker: asyncio.subprocess.Process | None = None
         self._tasks = asyncio.TaskGroup()
         self._runner: asyncio.Task[None] | None = None
@@ -102,6 +110,7 @@ class Templates:
         size = len(template) + len(msgspec.msgpack.encode(variables))
         if size > FRAME_BYTES // 2:
             raise _error("the messages are too long for a chat template")
+        self._check_not_slow(template)
         job = Job(next(self._numbers), template, dict(variables), 4 * size + OUTPUT_SPARE)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         try:
@@ -145,13 +154,24 @@ class Templates:
                 answer = _DECODER.decode(await worker.stdout.readexactly(min(LENGTH.unpack(head)[0], FRAME_BYTES)))
         except TimeoutError:
             log.warning("template_killed", limit_s=self._settings.template_s)
+            count, _ = self._slow.get(job.template, (0, 0.0))
+            self._slow = {job.template: (count + 1, time.monotonic()), **self._slow}
+            self._slow = dict(list(self._slow.items())[:SLOW_KEPT])
             raise _error(f"the chat template took longer than {self._settings.template_s:g} s") from None
         except (OSError, EOFError, msgspec.MsgspecError):
             log.warning("template_worker_lost", exit_code=worker.returncode)
             raise _error("the chat template ended the process that renders it") from None
         if answer.number != job.number:
             raise ShardlineError("internal", "the template process answered another job")
+        self._slow.pop(job.template, None)
         return answer
+
+    def _check_not_slow(self, template: str) -> None:
+        """A template that has passed its limit twice in a row is not tried again for a while: each try holds up the
+        chats of all other models."""
+        count, at = self._slow.get(template, (0, 0.0))
+        if count >= SLOW_TRIES and time.monotonic() - at < SLOW_PAUSE_S:
+            raise _error(f"the chat template took longer than {self._settings.template_s:g} s, {count} times in a row")
 
     async def _started(self) -> asyncio.subprocess.Process:
         """The worker, ready: the time that it takes to start is not the template's."""

@@ -32,8 +32,10 @@ log = structlog.get_logger(__name__)
 
 BUNDLE_BYTES = 64 << 20
 """Largest text bundle: four times that of the largest vocabulary in use."""
+_ALIVE_S = 1.0
 TOKENISING = 2
-"""Texts that are with the head Nodes at a time."""
+"""Texts that are with one head Node at a time."""
+HEADS = 256
 KEPT = 8
 """Vocabularies in memory; the one unused for longest goes first."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -46,7 +48,7 @@ class TextStore:
         self._cache_dir = cache_dir
         self._client = client
         self._settings = settings
-        self._tokenising = asyncio.Semaphore(TOKENISING)
+        self._tokenising: dict[str, asyncio.Semaphore] = {}
         self._kept: OrderedDict[str, Vocabulary] = OrderedDict()
         self._loads: dict[str, asyncio.Future[Vocabulary]] = {}
         self._loaders: set[asyncio.Task[None]] = set()
@@ -97,25 +99,43 @@ class TextStore:
         if fewest > window:
             raise too_long(fewest, window, param=param, at_least=True)
         request = TokenizeRequest(text=text, add_special=add_special, content_id=model.content_id)
-        reasons = []
-        for peer in model.head_nodes:
-            try:
-                # The head tokenises between its engine's steps: a burst of long texts must not hold up who decodes.
-                async with self._tokenising:
-                    answer = await self._client.json(
-                        "POST",
-                        f"{peer.url}/v1/tokenize",
-                        TokenizeAnswer,
-                        body=request,
-                        max_body=self._settings.api_body_bytes,
-                    )
-                return _single_bos(_known(answer.tokens, vocabulary), vocabulary.bundle.bos)
-            except (HttpFailure, ShardlineError) as error:
-                if isinstance(error, ShardlineError) and error.code == "body_too_large":
-                    raise
-                log.warning("tokenize_failed", node=peer.node, reason=str(error))
-                reasons.append(f"{peer.node}: {error.brief if isinstance(error, HttpFailure) else error.message}")
+        reasons: list[str] = []
+        try:
+            # All heads together have the one limit of a control message: a silent one keeps nobody longer.
+            async with asyncio.timeout(self._settings.control_s):
+                for peer in model.head_nodes:
+                    tokens = await self._ask_head(peer, request, vocabulary, reasons)
+                    if tokens is not None:
+                        return _single_bos(tokens, vocabulary.bundle.bos)
+        except TimeoutError:
+            reasons.append(f"no answer within the limit control ({self._settings.control_s:g} s)")
         raise _unavailable(model.model, "tokenises", reasons)
+
+    async def _ask_head(
+        self, peer: Peer, request: TokenizeRequest, vocabulary: Vocabulary, reasons: list[str]
+    ) -> list[int] | None:
+        """What one head Node makes of the text; None, and a reason, where it does not answer."""
+        # A head tokenises between its engine's steps: a burst of long texts must not hold up who decodes there.
+        places = self._tokenising.setdefault(peer.node, asyncio.Semaphore(TOKENISING))
+        if len(self._tokenising) > HEADS:
+            self._tokenising = {peer.node: places}
+        try:
+            async with places:
+                answer = await self._client.json(
+                    "POST",
+                    f"{peer.url}/v1/tokenize",
+                    TokenizeAnswer,
+                    body=request,
+                    timeout_s=self._settings.control_s / 2,
+                    max_body=self._settings.api_body_bytes,
+                )
+            return _known(answer.tokens, vocabulary)
+        except (HttpFailure, ShardlineError) as error:
+            if isinstance(error, ShardlineError) and error.code == "body_too_large":
+                raise
+            log.warning("tokenize_failed", node=peer.node, reason=str(error))
+            reasons.append(f"{peer.node}: {error.brief if isinstance(error, HttpFailure) else error.message}")
+            return None
 
     async def _load(self, digest: str, nodes: Sequence[Peer], load: asyncio.Future[Vocabulary]) -> None:
         try:
@@ -149,6 +169,8 @@ class TextStore:
         reasons = []
         for peer in nodes:
             try:
+                # A silent Node is found out by something small, before it is given the time of something large.
+                await self._client.request("GET", f"{peer.url}/healthz", timeout_s=_ALIVE_S, limit="probe")
                 response = await self._client.request(
                     "GET",
                     f"{peer.url}/v1/text/{digest}",

@@ -190,6 +190,7 @@ class _Node:
             async with asyncio.TaskGroup() as goodbye:
                 telling = goodbye.create_task(presence.leaving())
                 await host.drain()
+                await asyncio.wait({telling}, timeout=_STOP_S)
                 telling.cancel()
             raise
         finally:

@@ -30,7 +30,9 @@ SPARE_FILES = 128
 """File descriptors of the process that connections leave to everything else."""
 PIPELINE = 8
 """Requests that a client may send ahead of the answers."""
-LINGER_BYTES = 1 << 20
+LINGER_BYTES = 24 << 20
+"""Of a body that was refused, so much is still read, for `LINGER_S`: many clients write it all before they look for an
+answer, and a connection that is closed meanwhile loses the answer with it."""
 LINGER_S = 2.0
 
 log = structlog.get_logger(__name__)

@@ -218,8 +218,9 @@ class Cluster:
 
     async def stop(self) -> None:
         await self.http.aclose()
-        for process in reversed(self.processes):
-            await process.end()
+        async with asyncio.TaskGroup() as tasks:
+            for process in self.processes:
+                tasks.create_task(process.end())
         for proxy in self.proxies.values():
             await proxy.__aexit__()
 

@@ -19,7 +19,8 @@ async def seen(cluster: Cluster) -> tuple[int, str, Any]:
     assert (live.status_code, live.json()) == (200, {"status": "live"})
     ready = await cluster.http.get(f"{cluster.gateway.url}/readyz")
     listed = await cluster.http.get(f"{cluster.gateway.url}/v1/models")
-    if (await cluster.http.get(f"{cluster.gateway.url}/readyz")).status_code != ready.status_code:
+    again = await cluster.http.get(f"{cluster.gateway.url}/readyz")
+    if (again.status_code, again.json()) != (ready.status_code, ready.json()):
         return await seen(cluster)  # it changed just now
     body = ready.json()
     if ready.status_code == 200:

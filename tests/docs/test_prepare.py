@@ -37,18 +37,81 @@ def test_a_stamped_step_is_skipped_until_its_source_changes(prepare: ModuleType)
     prepare.install("test")
     (prepare.ROOT / "pyproject.toml").write_text("[project]\nname = 'other'\n")
     todo = [name for name, key, _ in prepare.steps("test") if not prepare.is_stamped(name, prepare.digest(key))]
-    assert todo == ["shardline", "the tools of the tests"]
+    assert todo == ["shardline[llama,torch]", "the tools of the tests"]
 
 
-def test_torch_comes_first_and_alone_and_the_model_without_its_dependencies(
+def test_torch_comes_before_what_needs_it_and_the_model_without_its_dependencies(
     prepare: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_INDEX", "https://example.invalid/cpu")
-    steps = {name: arguments for name, _, arguments in prepare.steps("demo")}
+    steps = {name: arguments for name, _, arguments in prepare.steps("bench")}
     assert list(steps)[1] == prepare.TORCH
     assert steps[prepare.TORCH] == [prepare.TORCH, "--index-url", "https://example.invalid/cpu"]
     assert steps[f"the small model, {prepare.MODEL}"] == ["--no-deps", prepare.MODEL]
     assert "the tools of the tests" not in steps
+
+
+def test_the_demo_needs_no_torch(prepare: ModuleType) -> None:
+    names = [name for name, _, _ in prepare.steps("demo")]
+    assert prepare.TORCH not in names and "shardline[llama]" in names
+
+
+class Installer:
+    """Stands where pip is: notes what was asked for, and makes the wheel that `pip wheel` would."""
+
+    def __init__(self, prepare: ModuleType, runs: list[str | None]) -> None:
+        self.prepare, self.runs = prepare, runs
+        self.asked: list[list[str]] = []
+        prepare.run = self.run
+        prepare.computes = lambda: self.runs.pop(0)
+
+    def run(self, title: str, argv: list[object], **_: str) -> None:
+        words = [str(word) for word in argv[5:]]
+        self.asked.append(words)
+        if words[0] == "wheel":
+            folder = Path(words[words.index("--wheel-dir") + 1])
+            (folder / "llama_cpp_python-0.3.36-py3-none-any.whl").write_text("built")
+
+
+def test_llama_is_compiled_once_and_its_wheel_kept(prepare: ModuleType, tmp_path: Path) -> None:
+    prepare.WHEELS = tmp_path / "cache" / "wheels"
+    first = Installer(prepare, [None])
+    prepare.install_llama("title")
+    assert [words[0] for words in first.asked] == ["wheel", "install", "install"]
+    assert [path.read_text() for path in prepare.WHEELS.iterdir()] == ["built"], "nothing else is left there"
+    second = Installer(prepare, [None])
+    prepare.install_llama("title")
+    assert [words[0] for words in second.asked] == ["install", "install"]
+
+
+def test_a_wheel_of_another_processor_is_compiled_anew_and_not_taken_from_pips_cache(
+    prepare: ModuleType, tmp_path: Path
+) -> None:
+    prepare.WHEELS = tmp_path
+    (tmp_path / "llama_cpp_python-0.3.36-py3-none-any.whl").write_text("of another machine")
+    installer = Installer(prepare, ["ended by signal 4", None])
+    prepare.install_llama("title")
+    built = next(words for words in installer.asked if words[0] == "wheel")
+    assert "--no-cache-dir" in built
+    assert (tmp_path / "llama_cpp_python-0.3.36-py3-none-any.whl").read_text() == "built"
+
+
+def test_a_build_that_does_not_compute_is_said(prepare: ModuleType, tmp_path: Path) -> None:
+    prepare.WHEELS = tmp_path
+    Installer(prepare, ["ended by signal 11"])
+    with pytest.raises(prepare.StepFailed, match="does not compute: ended by signal 11"):
+        prepare.install_llama("title")
+
+
+def test_a_ready_made_wheel_comes_from_the_named_index_only(
+    prepare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare.WHEELS = tmp_path
+    monkeypatch.setenv("LLAMA_INDEX", "https://example.invalid/llama")
+    installer = Installer(prepare, [None])
+    prepare.install_llama("title")
+    (words,) = installer.asked
+    assert words[-4:] == ["--extra-index-url", "https://example.invalid/llama", "--only-binary", "llama-cpp-python"]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +122,8 @@ def test_torch_comes_first_and_alone_and_the_model_without_its_dependencies(
         ("NewConnectionError(...): Failed to establish a new connection: Connection refused", "index was not reached"),
         ("ssl.SSLCertVerificationError: CERTIFICATE_VERIFY_FAILED", "PIP_CERT"),
         ("PermissionError: [Errno 13] Permission denied: '.venv'", "No right to write"),
+        ("CMake Error: CMAKE_CXX_COMPILER not set, after EnableLanguage", "apt install g++"),
+        ("c++: fatal error: Killed signal terminated program cc1plus", "CMAKE_BUILD_PARALLEL_LEVEL=1"),
         ("something else", "prepare.log"),
     ],
 )
@@ -102,6 +167,7 @@ def test_it_parses_on_pythons_that_are_too_old() -> None:
 def test_progress_of_pip_is_told_in_megabytes(prepare: ModuleType) -> None:
     assert prepare.detail_of("Progress 52428800 of 191794682") == "50 of 182 MB"
     assert prepare.detail_of("  Downloading torch-2.13.0.whl (182 MB)") == "Downloading torch-2.13.0.whl (182 MB)"
+    assert prepare.detail_of("  [12/345] Building CXX object a.o") == "compiled 12 of 345 files"
     assert prepare.detail_of("Requirement already satisfied: pip") is None
 
 

@@ -163,7 +163,9 @@ async def test_a_cluster_from_the_first_node_to_the_last(cluster: Cluster) -> No
         assert (error.value.code, error.value.details["missing"]) == ("model_unavailable", [[15, 30]])
         goodbye = Signed(statement=tail.heartbeat_statement(leaving=True))
         await cluster.tracker.leave(tail.id, goodbye)
-        (only,) = (await cluster.tracker.nodes())["nodes"]
+        listed = {n["id"]: n for n in (await cluster.tracker.nodes())["nodes"]}
+        assert listed[tail.id]["state"] == "left"
+        only = listed[head.id]
         assert {"id", "url", "pid", "host", "shards", "engine", "health", "kv", "state", "last_seen_s"} <= set(only)
         text = (await cluster.raw("GET", "/metrics")).body.decode()
         assert 'shardline_tracker_routes_total{result="model_unavailable"} 1.0' in text

@@ -162,8 +162,23 @@ def test_leaving_ends_new_routes_at_once_and_for_good(registry: Registry) -> Non
     assert reason_of(registry, node) == "it is leaving"
     beat(registry, node, 2.0)
     assert registry.nodes[node.id].state == "leaving"
-    registry.leave(node.id)
+    registry.leave(node.id, 3.0)
+    assert registry.nodes[node.id].state == "left"
+    assert reason_of(registry, node) == "it has left"
+    with pytest.raises(ShardlineError) as error:
+        beat(registry, node, 3.1)
+    assert error.value.code == "unknown_node"
+    assert registry.sweep(3.0 + FORGET_S) == []
     assert registry.candidates() == []
+
+
+def test_one_that_leaves_and_whose_goodbye_is_lost_has_left_all_the_same(registry: Registry) -> None:
+    node = join(registry, 0, 15)
+    beat(registry, node, 1.0, leaving=True)
+    assert registry.sweep(5.0) == [], "nobody fell silent"
+    assert registry.nodes[node.id].state == "left"
+    admit(registry, node, 6.0)
+    assert registry.nodes[node.id].state == "ready"
 
 
 def test_a_reported_node_is_back_with_a_dial_that_began_after_the_report(registry: Registry) -> None:
@@ -225,7 +240,8 @@ def test_a_reported_link_outlives_a_new_registration_but_not_its_nodes(registry:
     beat(registry, a, 2.0, peers=[probe(b)])
     assert registry.link(a.id, b.id).out is None  # type: ignore[union-attr]
     registry.report_link(a.id, b.id, "reported: seam_lost")
-    registry.leave(b.id)
+    registry.leave(b.id, 3.0)
+    registry.sweep(3.0 + FORGET_S)
     assert registry.link(a.id, b.id) is None
 
 

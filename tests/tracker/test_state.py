@@ -356,7 +356,11 @@ async def test_leaving_by_heartbeat_and_by_goodbye(network: Network) -> None:
     await state.heartbeat(node.id, node.heartbeat_statement(leaving=True))
     assert missing_now(state) == [[0, 30]]
     state.leave(node.id, node.heartbeat_statement(leaving=True))
-    assert state.nodes() == {"nodes": []}
+    (shown,) = state.nodes()["nodes"]
+    assert (shown["state"], shown["reason"]) == ("left", "it has left")
+    assert missing_now(state) == [[0, 30]], "its model is still known"
+    assert 'state="left"} 1.0' in state.render_metrics().decode()
+    assert (await refused(state.heartbeat(node.id, node.heartbeat_statement()))).code == "unknown_node"
 
 
 async def test_a_silent_node_leaves_new_routes_and_returns_by_itself(network: Network) -> None:

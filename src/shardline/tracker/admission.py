@@ -1,12 +1,12 @@
 """Who may register: nonces, signatures, what a Node may say of itself, and the URL it may advertise.
 
-Owns every check of a statement before the Tracker calls anybody or changes anything. It dials nobody (dial.py) and
-remembers no Node (registry.py). No I/O; clocks are arguments. Shown by tests/tracker/test_admission.py.
+Owns every check of a statement before the Tracker calls anybody or changes anything. It dials nobody (state.py),
+remembers no Node (registry.py), and leaves to bounds.py how large anything may be. No I/O; clocks are arguments.
+Shown by tests/tracker/test_admission.py.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import OrderedDict
 
@@ -14,6 +14,7 @@ import msgspec
 
 from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL
+from shardline.tracker.bounds import STATEMENT_LIMIT, check_bounds
 from shardline.transport.addresses import check_callable_address, make_url, split_url
 from shardline.wire.messages import Heartbeat, NodeInfo, NodeProof, Nonce, Registration, ShardInfo, StepTimes
 from shardline.wire.tickets import SignatureRefused, node_id_of, peek, verify
@@ -21,11 +22,6 @@ from shardline.wire.tickets import SignatureRefused, node_id_of, peek, verify
 NONCE_TTL_S = 30.0
 NONCE_LIMIT = 10_000
 CLOCK_SKEW_S = 60.0
-SHARD_LIMIT = 16
-PROBE_LIMIT = 64
-TEXT_LIMIT = 512
-_INT_LIMIT = 1 << 53
-"""Above it a JSON number is another one in half of the world's parsers, and a float overflows sooner or later."""
 
 
 class NonceBook:
@@ -78,6 +74,7 @@ def check_protocol(theirs: int | str | None) -> None:
 
 def open_registration(statement: str) -> tuple[Registration, bytes]:
     """The registration in `statement` and the key that signed it: who speaks is known, and nothing else yet."""
+    _check_length(statement, "registration_refused")
     try:
         check_protocol(peek(statement, _VersionOf).info.protocol)
         claimed = peek(statement, Registration)
@@ -89,7 +86,16 @@ def open_registration(statement: str) -> tuple[Registration, bytes]:
         raise refused(f"the registration is not validly signed: {error}") from None
     if registration.info.id != node_id_of(public_key):
         raise refused(f"the id {registration.info.id!r:.80} does not belong to the key that signed")
+    check_bounds(registration, "registration_refused")
     return registration, public_key
+
+
+def _check_length(statement: str, code: str) -> None:
+    """Before anything of it is read."""
+    if len(statement) > STATEMENT_LIMIT:
+        raise ShardlineError(
+            code, f"a statement of {len(statement)} characters, at most {STATEMENT_LIMIT} are taken", param="statement"
+        )
 
 
 def check_fresh(registration: Registration, nonces: NonceBook, now: float, unix_time: float) -> None:
@@ -118,6 +124,7 @@ def check_url(url: str, *, loopback_ok: bool) -> None:
 def check_info(info: NodeInfo) -> None:
     """What a Node says of itself can be true. Raises `registration_refused`, `layers_invalid`, `protocol_mismatch`."""
     check_protocol(info.protocol)
+    check_bounds(info, "registration_refused")
     engine = info.engine
     for name, text in {
         "host": info.host,
@@ -125,7 +132,7 @@ def check_info(info: NodeInfo) -> None:
         "engine.engine_class": engine.engine_class,
         "engine.backend": engine.backend,
     }.items():
-        _check_text(name, text)
+        _check_name(name, text)
     kv = info.kv
     counts = {
         "pid": info.pid,
@@ -138,8 +145,6 @@ def check_info(info: NodeInfo) -> None:
         "kv.sessions": kv.sessions,
     }
     _check_counts(counts)
-    if len(info.shards) > SHARD_LIMIT:
-        raise refused(f"{len(info.shards)} Shards on one Node, at most {SHARD_LIMIT} are taken")
     for shard in info.shards:
         _check_shard(shard)
     contents = {shard.content_id for shard in info.shards}
@@ -149,8 +154,8 @@ def check_info(info: NodeInfo) -> None:
 
 
 def _check_shard(shard: ShardInfo) -> None:
-    _check_text("shard.model", shard.model)
-    _check_text("shard.content_id", shard.content_id)
+    _check_name("shard.model", shard.model)
+    _check_name("shard.content_id", shard.content_id)
     if not 0 <= shard.first < shard.last <= shard.n_layers <= 100_000:
         raise ShardlineError(
             "layers_invalid",
@@ -176,19 +181,21 @@ def _check_times(times: StepTimes) -> None:
             raise refused(f"times.{name} is {value}: not a time in milliseconds")
 
 
-def _check_text(name: str, text: str) -> None:
-    if not text or len(text) > TEXT_LIMIT or not text.isprintable():
-        raise refused(f"{name} is empty, longer than {TEXT_LIMIT} characters, or not printable")
+def _check_name(name: str, text: str) -> None:
+    if not text:
+        raise refused(f"{name} is empty")
 
 
 def _check_counts(counts: dict[str, int]) -> None:
     for name, value in counts.items():
-        if not 0 <= value < _INT_LIMIT:
-            raise refused(f"{name} is {value if abs(value) < _INT_LIMIT else 'too large'}: not a count")
+        if value < 0:
+            raise refused(f"{name} is {value}: not a count")
 
 
 def open_heartbeat(statement: str, public_key: bytes, node_id: str) -> Heartbeat:
-    """The heartbeat that the Node of this key signed; raises what `check_info` raises, and `unauthorized`."""
+    """The heartbeat that the Node of this key signed; raises what `check_info` raises, `unauthorized`, and
+    `invalid_value` for what is too large."""
+    _check_length(statement, "invalid_value")
     try:
         beat = verify(public_key, "heartbeat", statement, Heartbeat)
     except SignatureRefused as error:
@@ -196,11 +203,10 @@ def open_heartbeat(statement: str, public_key: bytes, node_id: str) -> Heartbeat
     if beat.node != node_id or beat.info.id != node_id:
         raise ShardlineError("unauthorized", f"the heartbeat is not one of Node {node_id}")
     check_info(beat.info)
-    if len(beat.peers) > PROBE_LIMIT:
-        raise ShardlineError("invalid_value", f"more than {PROBE_LIMIT} probes in one heartbeat", param="peers")
+    check_bounds(beat)
     for probe in beat.peers:
         rtt = probe.rtt_ms
-        if rtt is not None and not (math.isfinite(rtt) and 0 <= rtt <= 1e9):
+        if rtt is not None and not 0 <= rtt <= 1e9:
             raise ShardlineError("invalid_value", "rtt_ms is not a time in milliseconds", param="peers")
     return beat
 

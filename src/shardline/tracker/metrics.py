@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-STATES = ("ready", "out", "leaving", "expired")
+STATES = ("ready", "out", "leaving", "left", "expired")
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 
 

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardline.errors import ShardlineError
+from shardline.tracker.bounds import LAYER_LIMIT
 from shardline.tracker.coverage import Span, is_same_engine, missing_ranges
 from shardline.wire.messages import NodeInfo, PlacementAnswer, PlacementRequest
 
 CLAIM_TTL_S = 60.0
 CLAIM_LIMIT = 10_000
-LAYER_LIMIT = 1_024
 _BYTES_LIMIT = 1 << 60
 
 

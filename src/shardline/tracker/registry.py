@@ -20,7 +20,7 @@ from shardline.wire.messages import Heartbeat, NodeInfo, Peer, Registration, Sha
 
 NODE_LIMIT = 10_000
 FORGET_S = 600.0
-"""How long an expired Node stays in the list, so that people see what is gone and its model stays known."""
+"""How long a Node that left or expired stays in the list: people see what is gone, and its model stays known."""
 PEER_LIMIT = 8
 LINK_LIMIT = 256
 """Measured links that are kept for one Node; the one measured longest ago makes room."""
@@ -74,8 +74,10 @@ class NodeRecord:
     seen_at: float
     deadline: float
     count: int = -1
-    expired_at: float | None = None
+    gone_at: float | None = None
+    """When it was heard to leave, or found to be silent."""
     leaving: bool = False
+    """It has said so; what follows is no loss."""
     fault: Fault | None = None
     given: dict[str, Given] = field(default_factory=dict)
     """Route id -> session, of those that the Node's own figures do not hold yet."""
@@ -85,12 +87,12 @@ class NodeRecord:
 
     @property
     def beats(self) -> bool:
-        return self.expired_at is None
+        return self.gone_at is None
 
     @property
     def state(self) -> str:
         if not self.beats:
-            return "expired"
+            return "left" if self.leaving else "expired"
         if self.leaving:
             return "leaving"
         return "ready" if self.fault is None and self.info.health.alive else "out"
@@ -99,7 +101,7 @@ class NodeRecord:
     def reason(self) -> str | None:
         """Why this Node takes no new sessions; None when it does."""
         if not self.beats:
-            return "it is silent"
+            return "it has left" if self.leaving else "it is silent"
         if self.leaving:
             return "it is leaving"
         if self.fault is not None:
@@ -199,7 +201,7 @@ class Registry:
         return record
 
     def _forget_one(self) -> bool:
-        gone = [(r.expired_at, node_id) for node_id, r in self.nodes.items() if r.expired_at is not None]
+        gone = [(r.gone_at, node_id) for node_id, r in self.nodes.items() if r.gone_at is not None]
         if gone:
             self._forget(min(gone)[1])
         return bool(gone)
@@ -250,9 +252,11 @@ class Registry:
             spare = (peer for peer, known in record.links.items() if known.link.out is None)
             del record.links[next(spare, next(iter(record.links)))]
 
-    def leave(self, node_id: str) -> None:
-        """Forget a Node that has said goodbye."""
-        self._forget(node_id)
+    def leave(self, node_id: str, now: float) -> None:
+        """A Node has ended in good order. It is listed as such for a while, so that its model stays known."""
+        record = self.registered(node_id)
+        record.leaving = True
+        record.gone_at = now
 
     def _forget(self, node_id: str) -> None:
         self.nodes.pop(node_id, None)
@@ -262,7 +266,7 @@ class Registry:
     def expire(self, node_id: str, record: NodeRecord, now: float) -> None:
         """A Node was found to be gone before its deadline; one that has registered since is another."""
         if self.nodes.get(node_id) is record:
-            record.expired_at = now
+            record.gone_at = now
 
     def excuse(self, paused_s: float) -> None:
         """The Tracker itself stood still for `paused_s`: no Node could be heard, so every deadline moves by it."""
@@ -270,16 +274,17 @@ class Registry:
             record.deadline += paused_s
 
     def sweep(self, now: float) -> list[str]:
-        """Expire the Nodes whose deadline is over, and return their ids; forget those that expired long ago."""
+        """Expire the Nodes whose deadline is over, and return the ids of those that fell silent without having said
+        that they leave; forget what is gone for long."""
         expired = []
         for node_id, record in list(self.nodes.items()):
-            if record.expired_at is not None:
-                if now - record.expired_at >= FORGET_S:
+            if record.gone_at is not None:
+                if now - record.gone_at >= FORGET_S:
                     self._forget(node_id)
-                continue
-            if now >= record.deadline:
-                record.expired_at = now
-                expired.append(node_id)
+            elif now >= record.deadline:
+                record.gone_at = now
+                if not record.leaving:
+                    expired.append(node_id)
         return expired
 
     # Reports.

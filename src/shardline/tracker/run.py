@@ -27,7 +27,7 @@ async def run(options: TrackerOptions) -> None:
         sock.close()
         raise
     # Without the credential: whoever is dialled back has proved nothing yet.
-    client = HttpClient(settings)
+    client = HttpClient(settings, part="the Tracker")
     state = TrackerState(settings, dial=dial_with(client, settings), loopback=is_loopback(options.host), key=key)
     server = HttpServer(create_app(state, options.credential), sock=sock, settings=settings)
     try:

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL, Settings
 from shardline.tracker import admission
+from shardline.tracker.bounds import check_bounds
 from shardline.tracker.coverage import RETRY_AFTER_S, choose, models
 from shardline.tracker.explain import Explanation, explain
 from shardline.tracker.metrics import TrackerMetrics
@@ -28,7 +29,7 @@ from shardline.tracker.registry import NodeRecord, Registry
 from shardline.tracker.selection import Query
 from shardline.tracker.tickets import RouteBook, TicketOffice, blames
 from shardline.transport.addresses import make_url, resolve_checked, split_url
-from shardline.transport.failures import HttpFailure
+from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
 from shardline.wire.messages import (
     HeartbeatAnswer,
@@ -45,7 +46,6 @@ from shardline.wire.messages import (
 )
 
 PROOF_BYTES = 64 << 10
-AVOID_LIMIT = 256
 
 Dial = Callable[[str, str], Awaitable[NodeProof]]
 """(URL made of an address, nonce) -> what answers there. Follows no redirect, sends no credential."""
@@ -170,6 +170,8 @@ class TrackerState:
     async def _answer_from(self, dialled: str, url: str, nonce: str) -> NodeProof:
         try:
             return await self._dial(dialled, nonce)
+        except OwnLack as failure:
+            raise failure.error() from None
         except (HttpFailure, ShardlineError) as error:
             raise admission.refused(
                 f"{url} was called back and did not answer as a Node does: {str(error)[:300]}"
@@ -197,8 +199,9 @@ class TrackerState:
         beat = admission.open_heartbeat(statement, record.public_key, node_id)
         if not beat.leaving:
             raise ShardlineError("invalid_value", "a goodbye says so: leaving is true", param="leaving")
-        self.registry.heartbeat(beat, self.clock.monotonic())
-        self.registry.leave(node_id)
+        now = self.clock.monotonic()
+        self.registry.heartbeat(beat, now)
+        self.registry.leave(node_id, now)
         log.info("node_left", node=node_id)
 
     def nodes(self) -> dict[str, Any]:
@@ -253,6 +256,7 @@ class TrackerState:
 
     def place(self, request: PlacementRequest) -> PlacementAnswer:
         """The layers for a Node that starts; they are held for it until it registers, or a minute."""
+        check_bounds(request)
         now = self.clock.monotonic()
         held = [h for r in self.registry.beating() if not r.leaving for h in holdings_of(r.info)]
         answer = place(request, [*held, *self.claims.holdings(now)])
@@ -273,6 +277,7 @@ class TrackerState:
 
     def outcome(self, route_id: str, outcome: Outcome) -> None:
         """How a session ended. Only for routes that were given here, once each: nobody can blame at will."""
+        check_bounds(outcome)
         now = self.clock.monotonic()
         route = self.book.close(route_id, outcome, now)
         self.metrics.outcomes.labels(outcome.status).inc()
@@ -307,10 +312,8 @@ class TrackerState:
 
 
 def _check_route_request(request: RouteRequest) -> None:
-    if not 1 <= request.kv_tokens < 1 << 53:
+    check_bounds(request)
+    if request.kv_tokens < 1:
         raise ShardlineError("invalid_value", "kv_tokens is at least 1", param="kv_tokens")
-    if not request.gateway or len(request.gateway) > admission.TEXT_LIMIT:
+    if not request.gateway:
         raise ShardlineError("invalid_value", "gateway names the Gateway that asks", param="gateway")
-    for name, avoided in (("avoid_nodes", request.avoid_nodes), ("avoid_links", request.avoid_links)):
-        if len(avoided) > AVOID_LIMIT:
-            raise ShardlineError("invalid_value", f"more than {AVOID_LIMIT} to avoid", param=name)

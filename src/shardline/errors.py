@@ -52,6 +52,9 @@ CATALOGUE: dict[str, Fault] = {
     "kv_exhausted": Fault(503, SERVER, True, "Wait for running sessions to end, or ask for fewer tokens."),
     "too_many_connections": Fault(503, SERVER, True, "Close connections that wait, then connect again."),
     "draining": Fault(503, SERVER, True, "The process is stopping: use another one."),
+    "resources_exhausted": Fault(
+        503, SERVER, True, "Raise the limit that the message names, or send less at once. No other part is to blame."
+    ),
     "tracker_unreachable": Fault(503, SERVER, True, "Start the Tracker, or correct its URL."),
     "gateway_unreachable": Fault(503, SERVER, True, "Start the Gateway (shardline up MODEL), or correct its URL."),
     "text_unavailable": Fault(503, SERVER, True, "The head Node did not serve its text bundle: look at its log."),

@@ -74,6 +74,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Largest request to the OpenAI API."""
     control_body_bytes: int = 1 << 20
     """Largest control message."""
+    body_memory_bytes: int = 256 << 20
+    """Bodies over 64 KiB that a process holds at once; the next ones wait, then are refused (`resources_exhausted`)."""
     step_body_bytes: int = 64 << 20
     """Largest step document that a Node accepts."""
     header_bytes: int = 32 << 10

@@ -32,7 +32,7 @@ from shardline.wire.messages import ModelInfo, RouteAnswer, RouteRequest
 from shardline.wire.telemetry import TelemetryEvent
 
 log = structlog.get_logger(__name__)
-_FOR_CLIENTS = frozenset({"model_not_found", "model_unavailable", "capacity", "kv_exhausted"})
+_FOR_CLIENTS = frozenset({"model_not_found", "model_unavailable", "capacity", "kv_exhausted", "resources_exhausted"})
 _RETRY_AFTER_S = 2
 _CLOSE_S = 0.25
 """How long the end of an answer waits for the last numbers of its Nodes."""

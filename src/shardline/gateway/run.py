@@ -37,7 +37,7 @@ async def run(options: GatewayOptions) -> None:
     if not is_loopback(options.host) and not len(keys):
         raise ShardlineError("insecure_listener", "a Gateway beyond loopback needs API keys: give --api-keys FILE")
     sock = bind(options.host, options.port)
-    client = HttpClient(settings, credential=options.credential)
+    client = HttpClient(settings, credential=options.credential, part="the Gateway")
     try:
         async with (
             TextStore(options.state_dir / "text", client, settings) as texts,

@@ -24,7 +24,7 @@ from shardline.gateway.liveness import Liveness
 from shardline.settings import Settings
 from shardline.telemetry.records import Record
 from shardline.transport.carrier import Carrier
-from shardline.transport.failures import HttpFailure
+from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
 from shardline.wire.messages import (
     Beat,
@@ -57,6 +57,7 @@ _CODES_OF_NODES = _CODES_OF_SEAMS | {
     "gateway_lost",
     "kv_exhausted",
     "queue_overflow",
+    "resources_exhausted",
     "rollback_unsupported",
     "shard_unready",
 }
@@ -188,6 +189,8 @@ class RouteSession:
             if not line.ended:
                 why = failure.brief if isinstance(failure, HttpFailure) else "without a word"
                 self._fail(self._lost(line, f"ended the session's stream ({why})"))
+        except OwnLack as failure:
+            self._fail(failure.error())
         except HttpFailure as failure:
             log.info("node_not_reached", node=line.hop.node, reason=str(failure))
             self._fail(self._lost(line, f"is not reached ({failure.brief})"))
@@ -365,6 +368,9 @@ class RouteSession:
                 ack = await self._carrier.push(
                     head.url, body, timeout_s=self._settings.prefill_chunk_s, limit="prefill_chunk"
                 )
+            except OwnLack as failure:
+                self._fail(failure.error())
+                return
             except HttpFailure as failure:
                 log.info("head_not_reached", node=head.node, reason=str(failure))
                 details = {"from": "gateway", "to": head.node}

@@ -25,7 +25,7 @@ from shardline.errors import ShardlineError
 from shardline.gateway.detokenize import Vocabulary
 from shardline.gateway.openai_requests import too_long, window_of
 from shardline.settings import Settings
-from shardline.transport.http_client import HttpClient, HttpFailure
+from shardline.transport.http_client import HttpClient, HttpFailure, OwnLack
 from shardline.wire.messages import ModelInfo, Peer, TextBundle, TokenizeAnswer, TokenizeRequest
 
 log = structlog.get_logger(__name__)
@@ -130,6 +130,8 @@ class TextStore:
                     max_body=self._settings.api_body_bytes,
                 )
             return _known(answer.tokens, vocabulary)
+        except OwnLack as failure:
+            raise failure.error() from None
         except (HttpFailure, ShardlineError) as error:
             if isinstance(error, ShardlineError) and error.code == "body_too_large":
                 raise
@@ -162,7 +164,8 @@ class TextStore:
             return await asyncio.to_thread(_checked, raw, digest)
         except ShardlineError as error:
             log.warning("text_bundle_damaged", digest=digest, reason=error.message)
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that cannot be written: the bundle is fetched each time
+                await asyncio.to_thread(path.unlink, missing_ok=True)
             return None
 
     async def _from_nodes(self, digest: str, nodes: Sequence[Peer]) -> Vocabulary:
@@ -181,6 +184,8 @@ class TextStore:
                 if response.status != 200:
                     raise ShardlineError("text_unavailable", f"status {response.status}")
                 vocabulary = await asyncio.to_thread(_checked, response.body, digest)
+            except OwnLack as failure:
+                raise failure.error() from None
             except (HttpFailure, ShardlineError) as error:
                 log.warning("text_bundle_failed", node=peer.node, reason=str(error))
                 reasons.append(f"{peer.node}: {error.brief if isinstance(error, HttpFailure) else error}")
@@ -204,7 +209,7 @@ def _checked(raw: bytes, digest: str) -> Vocabulary:
     ids = [*bundle.special, *bundle.eog, *(token for token in (bundle.bos, bundle.eos) if token is not None)]
     if not size or any(not 0 <= token < size for token in ids):
         raise ShardlineError("text_unavailable", "its text bundle names tokens that it does not have")
-    return Vocabulary(bundle)
+    return Vocabulary(bundle, digest)
 
 
 def _known(tokens: list[int], vocabulary: Vocabulary) -> list[int]:

@@ -21,7 +21,7 @@ from shardline.node.slots import Slot
 from shardline.settings import Settings
 from shardline.telemetry.contained import contained
 from shardline.transport.carrier import Carrier
-from shardline.transport.failures import BeforeResponse, HttpFailure, TimedOut
+from shardline.transport.failures import BeforeResponse, HttpFailure, OwnLack, TimedOut
 from shardline.wire.messages import Reject, StepAck, TicketPeer
 from shardline.wire.steps import LANE_DECODE, SeamLayout, Step, encode
 
@@ -193,6 +193,10 @@ class Outbox:
 
     def _as_seam_failure(self, error: Exception, peer: TicketPeer) -> ShardlineError:
         details = {"from": self._node_id, "to": peer.node}
+        if isinstance(error, OwnLack):
+            return error.error()
+        if isinstance(error, ShardlineError) and error.code == "resources_exhausted":
+            return ShardlineError(error.code, f"{peer.node} did not take a step: {error.message}")
         if isinstance(error, ShardlineError) and error.fault.status < 500:
             # It was heard, and refused as a whole: the link is well, what crosses it is not.
             message = f"{peer.node} refused a step document of {self._node_id}: {error.message}"

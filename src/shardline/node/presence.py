@@ -16,7 +16,7 @@ import structlog
 from shardline.errors import ShardlineError
 from shardline.node.info import Identity
 from shardline.settings import Settings
-from shardline.transport.failures import HttpFailure
+from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
 from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.messages import (
@@ -134,9 +134,9 @@ class Presence:
             try:
                 await self._beat()
             except ShardlineError as error:
-                if error.code != "tracker_unreachable":
+                if error.code not in ("tracker_unreachable", "resources_exhausted"):
                     raise
-                self._complain("tracker_unreachable", error.message)
+                self._complain(error.code, error.message)
             await self._probe_peers()
 
     async def _beat(self, *, leaving: bool = False) -> None:
@@ -178,10 +178,11 @@ class Presence:
         """Time all peers side by side: a silent one must not hold up the next heartbeat."""
         async with asyncio.TaskGroup() as tasks:
             probes = [tasks.create_task(self._probe(peer)) for peer in self._peers]
-        self._probes = [probe.result() for probe in probes]
+        self._probes = [found for probe in probes if (found := probe.result()) is not None]
 
-    async def _probe(self, peer: Peer) -> PeerProbe:
-        """Time one small request to a Node that the Tracker named; it must prove that it is that Node."""
+    async def _probe(self, peer: Peer) -> PeerProbe | None:
+        """Time one small request to a Node that the Tracker named; it must prove that it is that Node. None: this Node
+        could not ask."""
         nonce = secrets.token_hex(16)
         started = time.perf_counter()
         try:
@@ -196,6 +197,8 @@ class Presence:
             )
             rtt_ms = (time.perf_counter() - started) * 1e3
             ok = _is_from(proof, peer, nonce)
+        except OwnLack:
+            return None
         except (HttpFailure, ShardlineError):
             return PeerProbe(peer=peer.node, rtt_ms=None, ok=False)
         return PeerProbe(peer=peer.node, rtt_ms=round(rtt_ms, 3) if ok else None, ok=ok)

@@ -27,7 +27,7 @@ from shardline.settings import Settings
 from shardline.transport.addresses import make_url
 from shardline.transport.carrier import HttpCarrier
 from shardline.transport.credentials import identity_key
-from shardline.transport.failures import HttpFailure
+from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
 from shardline.transport.http_server import HttpServer, bind, check_listener
 from shardline.transport.tracker_client import TrackerClient
@@ -45,7 +45,7 @@ async def run(options: NodeOptions) -> None:
     settings = options.settings
     check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
     sock = bind(options.host, options.port)
-    client = HttpClient(settings, credential=options.credential)
+    client = HttpClient(settings, credential=options.credential, part="the Node")
     try:
         tracker = TrackerClient(client, options.tracker_url)
         facts = await asyncio.to_thread(inspect_model, options)
@@ -218,6 +218,8 @@ class _Node:
         """Whether the Node at `url` answers over the link that steps take."""
         try:
             answer = await self._client.request("GET", f"{url}/healthz", timeout_s=_PROBE_S, limit="probe")
+        except OwnLack:
+            return True  # nothing is known of the link: the push has its own limit
         except HttpFailure:
             return False
         return answer.status == 200

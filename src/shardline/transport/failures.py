@@ -6,6 +6,20 @@ the caller does. Shown by tests/transport/test_http_client.py.
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+
+from shardline.errors import ShardlineError
+
+_LACKS = {
+    errno.EMFILE: "open files of the process (ulimit -n)",
+    errno.ENFILE: "open files of the machine (fs.file-max)",
+    errno.ENOMEM: "memory of the machine",
+    errno.ENOBUFS: "network buffers of the machine",
+    errno.EADDRNOTAVAIL: "local ports and addresses of the machine (net.ipv4.ip_local_port_range)",
+}
+
 
 class HttpFailure(Exception):
     """No usable answer from `peer` ("host:port"). The text is fit for people; it holds no secret and no URL path."""
@@ -69,3 +83,39 @@ class TimedOut(HttpFailure):
     @property
     def brief(self) -> str:
         return self.why
+
+
+class OwnLack(HttpFailure):
+    """No connection, for a lack of this process: files, ports, memory. It says nothing of the peer or the link, and
+    must not be held against them. No byte was sent.
+
+    `part`: who lacks it, in words; `what`: the limit to raise.
+    """
+
+    def __init__(self, peer: str, part: str, what: str) -> None:
+        super().__init__(peer, f"{part} is out of: {what}")
+
+    @property
+    def brief(self) -> str:
+        return self.why
+
+    def error(self) -> ShardlineError:
+        """The same for whoever waits for the answer."""
+        return ShardlineError("resources_exhausted", f"{self.why}; it could open no connection", retry_after=1)
+
+
+def lack(error: OSError) -> str | None:
+    """What this process or machine lacks, if that is why a connection could not be opened; None for every other cause.
+
+    A resolver that could not open its files says that the name does not exist: so it is asked whether a file can be
+    opened at all.
+    """
+    if not isinstance(error, socket.gaierror):
+        return _LACKS.get(error.errno or 0)
+    if error.errno == socket.EAI_MEMORY:
+        return _LACKS[errno.ENOMEM]
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as own:
+        return _LACKS.get(own.errno or 0)
+    return None

@@ -1,7 +1,7 @@
 """The Tracker's API, typed, as Nodes and Gateways call it.
 
-Owns paths and shapes, and turns every way of not reaching the Tracker into `tracker_unreachable`. It keeps no state:
-who remembers nonces, epochs and routes is the caller. Shown by tests/transport/test_tracker_client.py.
+Owns paths and shapes, and turns every way of not reaching the Tracker into `tracker_unreachable`, a lack of our own
+into `resources_exhausted`. It keeps no state: who remembers nonces, epochs and routes is the caller. Shown by tests/transport/test_tracker_client.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from shardline.errors import ShardlineError
 from shardline.transport.addresses import split_url
-from shardline.transport.failures import HttpFailure
+from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
 from shardline.wire.messages import (
     HeartbeatAnswer,
@@ -105,6 +105,8 @@ class TrackerClient:
             return await self._client.json(
                 method, self._url + path, kind, body=body, timeout_s=timeout_s, max_body=max_body
             )
+        except OwnLack as failure:
+            raise failure.error() from None
         except HttpFailure as failure:
             raise ShardlineError(
                 "tracker_unreachable", f"the Tracker at {self._url} did not answer: {failure.why}", tracker=self._url

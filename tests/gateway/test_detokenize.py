@@ -27,11 +27,9 @@ def vocabulary(pieces: list[bytes], special: tuple[int, ...] = (), eog: tuple[in
     return Vocabulary(bundle)
 
 
-def deltas(
-    pieces: list[bytes], stops: tuple[str, ...] = (), special: tuple[int, ...] = (), *, include: bool = False
-) -> list[Delta]:
+def deltas(pieces: list[bytes], stops: tuple[str, ...] = (), special: tuple[int, ...] = ()) -> list[Delta]:
     """One Delta a piece, then the last one; ends at the stop as a generation does."""
-    stream = TextStream(vocabulary(pieces, special), stops, include_stop_text=include)
+    stream = TextStream(vocabulary(pieces, special), stops)
     out = []
     for index in range(len(pieces)):
         out.append(stream.push(Token(id=index, index=index)))
@@ -41,8 +39,8 @@ def deltas(
     return out
 
 
-def text_of(pieces: list[bytes], stops: tuple[str, ...] = (), *, include: bool = False) -> str:
-    return "".join(delta.text for delta in deltas(pieces, stops, include=include))
+def text_of(pieces: list[bytes], stops: tuple[str, ...] = ()) -> str:
+    return "".join(delta.text for delta in deltas(pieces, stops))
 
 
 @pytest.mark.parametrize(
@@ -126,10 +124,6 @@ def test_tokens_come_with_their_text() -> None:
     assert [[shown.token.id for shown in delta.tokens] for delta in out] == [[0], [], [1]]
     out = deltas([b"\xe6\xad", b"\xaa"])
     assert [[(s.token.id, s.start) for s in delta.tokens] for delta in out] == [[], [(0, 0), (1, 0)], []]
-
-
-def test_include_stop_text() -> None:
-    assert text_of([b"alpha EN", b"D x"], ("END",), include=True) == "alpha END"
 
 
 STOPS = st.lists(st.text("ab歪😀\ufffd", min_size=1, max_size=4), max_size=3).map(tuple)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from shardline.errors import ShardlineError
 from shardline.formats.gguf import read_header
 from shardline.gateway.detokenize import Vocabulary
 from shardline.gateway.messages import Message, conversation
-from shardline.gateway.template import Templates
+from shardline.gateway.template import SLOW_PAUSE_S, WAITING, Templates, _Ticket, _Turns
 from shardline.gateway.template_worker import Job, Refused, Rendered, Renderer
 from shardline.settings import Settings
 from shardline.wire.messages import TextBundle
@@ -119,7 +120,7 @@ def test_same_as_transformers(template: str, chat: list[dict[str, Any]], add_gen
         [chat], chat_template=template, add_generation_prompt=add_generation_prompt, **variables
     )
     given = {"messages": chat, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-    answer = Renderer().render(Job(1, template, {**given, **variables}, 1 << 20))
+    answer = Renderer().render(Job(1, template, {**given, **variables}, 1 << 20, 2.0))
     assert answer == Rendered(1, expected)
 
 
@@ -192,6 +193,10 @@ async def test_none_is_never_rendered(templates: Templates, sent: dict[str, Any]
     assert "None" not in text and "null" not in text
 
 
+BUSY = "{% for i in range(10**5) %}{% for j in range(10**5) %}{% if i < 0 %}x{% endif %}{% endfor %}{% endfor %}"
+"""Computes for minutes, and writes nothing."""
+
+
 async def error_of(templates: Templates, template: str | None, chat: list[dict[str, Any]]) -> ShardlineError:
     with pytest.raises(ShardlineError) as caught:
         await templates.prompt(vocabulary(template), chat, continued=False)
@@ -261,46 +266,135 @@ async def test_hostile_templates_do_no_harm(templates: Templates, template: str,
     "template",
     [
         "{{ 9 ** (9 ** 9) }}",
-        "{% for i in range(10**5) %}{% for j in range(10**5) %}{% if i < 0 %}x{% endif %}{% endfor %}{% endfor %}",
+        BUSY,
     ],
 )
 async def test_a_template_that_takes_too_long_is_killed_and_the_next_one_works(template: str) -> None:
     async with Templates(Settings(template_s=0.5)) as short:
-        await short.render("warm", {})
-        pid = short.worker_pid
+        await short.render("b", "warm", {})
+        (pid,) = pids_of(short)
         began = time.monotonic()
         assert "longer than 0.5 s" in (await error_of(short, template, user("a"))).message
         assert time.monotonic() - began < 5
         assert await short.prompt(vocabulary("ok"), user("a"), continued=False) == "ok"
-        assert pid is not None and short.worker_pid != pid
+        assert pid not in pids_of(short)
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
-async def test_a_worker_that_dies_is_started_again(templates: Templates) -> None:
-    await templates.render("warm", {})
-    assert templates.worker_pid is not None
-    os.kill(templates.worker_pid, 9)
-    texts = []
-    for _ in range(3):
+def pids_of(templates: Templates) -> list[int]:
+    """Of the processes that are idle."""
+    return [process.pid for process in templates._idle if process.pid is not None]
+
+
+async def test_a_process_that_is_killed_is_no_fault_of_the_messages(templates: Templates) -> None:
+    """Killed while it renders: an error that a retry can cure, and the next job has a new process."""
+    await templates.render("b", "warm", {})
+    (pid,) = pids_of(templates)
+    job = asyncio.create_task(templates.render("b", BUSY, {}))
+    await asyncio.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ShardlineError) as caught:
+        await job
+    assert (caught.value.code, caught.value.fault.status, caught.value.fault.retryable) == ("template_lost", 500, True)
+    assert await templates.render("b", "again", {}) == "again"
+
+
+async def test_a_slow_template_keeps_its_own_model_waiting_and_no_other() -> None:
+    async with Templates(Settings(template_s=20.0)) as made:
+        slow = [asyncio.create_task(made.render("slow", BUSY, {})) for _ in range(8)]
         try:
-            texts.append(await templates.render("again", {}))
-        except ShardlineError as error:
-            assert error.code == "template_error"
-    assert texts[-1] == "again"
+            async with asyncio.timeout(10):
+                assert [await made.render(f"b{n}", "{{ n }}", {"n": n}) for n in range(4)] == ["0", "1", "2", "3"]
+            assert not any(job.done() for job in slow)
+            assert len(pids_of(made)) == 1, "idle; the other one is with the slow template"
+        finally:
+            for job in slow:
+                job.cancel()
+            await asyncio.wait(slow)
+
+
+async def test_models_take_turns() -> None:
+    """Of two models that share one process, neither waits for more than one job of the other."""
+    turns = _Turns()
+    loop = asyncio.get_running_loop()
+    for bundle in ("a", "a", "a", "b", "b", "c"):
+        turns.put(_Ticket(bundle, Job(0, "", {}, 1, 1.0), loop.create_future()))
+    order = []
+    for _ in range(6):
+        ticket = await turns.take()
+        order.append(ticket.bundle)
+        turns.done(ticket)
+    assert order == ["a", "b", "c", "a", "b", "a"]
+    first = _Ticket("a", Job(0, "", {}, 1, 1.0), loop.create_future())
+    second = _Ticket("a", Job(0, "", {}, 1, 1.0), loop.create_future())
+    turns.put(first)
+    turns.put(second)
+    assert await turns.take() is first
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await turns.take()
+    turns.done(first)
+    assert await turns.take() is second
+
+
+async def test_a_wait_without_a_turn_ends_and_says_that_a_retry_can_help() -> None:
+    async with Templates(Settings(template_s=20.0, queue_wait_s=0.2)) as made:
+        first = asyncio.create_task(made.render("b", BUSY, {}))
+        await asyncio.sleep(0)
+        with pytest.raises(ShardlineError) as caught:
+            await made.render("b", "x", {})
+        assert (caught.value.code, caught.value.fault.status, caught.value.fault.retryable) == (
+            "template_busy",
+            503,
+            True,
+        )
+        assert caught.value.details["retry_after"] >= 1
+        assert not first.done(), "it has begun: now it has the limits of a template"
+        first.cancel()
+        await asyncio.wait({first})
+
+
+async def test_a_line_is_bounded_and_those_that_left_take_no_place() -> None:
+    turns = _Turns()
+    loop = asyncio.get_running_loop()
+    tickets = [_Ticket("b", Job(0, "", {}, 1, 1.0), loop.create_future()) for _ in range(WAITING)]
+    for ticket in tickets:
+        turns.put(ticket)
+    more = _Ticket("b", Job(0, "", {}, 1, 1.0), loop.create_future())
+    with pytest.raises(ShardlineError) as caught:
+        turns.put(more)
+    assert caught.value.code == "template_busy"
+    for ticket in tickets:
+        ticket.answer.cancel()
+    turns.put(more)
+    assert await turns.take() is more
+
+
+async def test_a_template_that_was_slow_twice_pauses_by_the_clock() -> None:
+    now = [0.0]
+    async with Templates(Settings(template_s=0.2), clock=lambda: now[0]) as made:
+        for _ in range(2):
+            with pytest.raises(ShardlineError, match=r"longer than 0\.2 s$"):
+                await made.render("b", BUSY, {})
+        with pytest.raises(ShardlineError, match="2 times in a row"):
+            await made.render("b", "fast", {})
+        assert await made.render("other", "fast", {}) == "fast"
+        now[0] += SLOW_PAUSE_S
+        assert await made.render("b", "fast", {}) == "fast"
 
 
 async def test_a_client_that_leaves_does_not_disturb_the_next(templates: Templates) -> None:
     for delay in (0.0, 0.001, 0.003, 0.01):
-        job = asyncio.create_task(templates.render("{% for i in range(20000) %}{{ i }}{% endfor %}", {}))
+        job = asyncio.create_task(templates.render("b", "{% for i in range(20000) %}{{ i }}{% endfor %}", {}))
         await asyncio.sleep(delay)
         job.cancel()
-        assert await templates.render("{{ n }}", {"n": 7}) == "7"
+        assert await templates.render("b", "{{ n }}", {"n": 7}) == "7"
 
 
 async def test_many_at_once_get_their_own_text(templates: Templates) -> None:
     async with asyncio.TaskGroup() as tasks:
-        jobs = [tasks.create_task(templates.render("{{ n }}", {"n": n})) for n in range(150)]
+        jobs = [tasks.create_task(templates.render("b", "{{ n }}", {"n": n})) for n in range(150)]
     assert [job.result() for job in jobs] == [str(n) for n in range(150)]
 
 
@@ -310,5 +404,5 @@ async def test_a_long_conversation(templates: Templates) -> None:
 
 
 def test_output_is_bounded_by_input() -> None:
-    job = Job(1, "{{ 'x' * 2000 }}", {}, 1000)
+    job = Job(1, "{{ 'x' * 2000 }}", {}, 1000, 2.0)
     assert Renderer().render(job) == Refused(1, "failed", "it writes more than 1000 characters")

@@ -17,10 +17,14 @@ from shardline.wire.messages import TextBundle, Token
 
 
 class Vocabulary:
-    """What the text of a token is. Made once a Model Artifact, shared by all its generations."""
+    """What the text of a token is. Made once a Model Artifact, shared by all its generations.
 
-    def __init__(self, bundle: TextBundle) -> None:
+    `digest` names the text bundle; empty: it came from no Node.
+    """
+
+    def __init__(self, bundle: TextBundle, digest: str = "") -> None:
         self.bundle = bundle
+        self.digest = digest
         self.size = len(bundle.pieces)
         self.longest_piece = max(map(len, bundle.pieces), default=1)
         """In bytes: a text of n bytes has at least n / longest_piece tokens."""
@@ -78,10 +82,9 @@ class TextStream:
     longest counts. So the cut does not depend on how the text is cut into tokens.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = (), *, include_stop_text: bool = False) -> None:
+    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
         self._vocabulary = vocabulary
         self._stops = tuple(stops)
-        self._include_stop_text = include_stop_text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._shown = 0
@@ -113,7 +116,7 @@ class TextStream:
         self._held += text
         match = self._first_stop()
         if match is not None:
-            return self._stop(*match)
+            return self._stop(match)
         keep = self._held_back()
         ready = self._held[: len(self._held) - keep]
         self._held = self._held[len(ready) :]
@@ -123,26 +126,25 @@ class TextStream:
             tokens.append(self._waiting.popleft()[1])
         return Delta(ready, tuple(tokens))
 
-    def _stop(self, begin: int, end: int) -> Delta:
-        cut = end if self._include_stop_text else begin
-        text = self._held[:cut]
-        self._shown += cut
+    def _stop(self, begin: int) -> Delta:
+        text = self._held[:begin]
+        self._shown += begin
         self._held = ""
         tokens = tuple(shown for _, shown in self._waiting if shown.start < self._shown)
         self._waiting.clear()
         self.stopped = True
         return Delta(text, tokens, stopped=True)
 
-    def _first_stop(self) -> tuple[int, int] | None:
-        """[begin, end) in the held text of the stop string that is complete first."""
-        best: tuple[int, int] | None = None
+    def _first_stop(self) -> int | None:
+        """Where in the held text the stop string begins that is complete first."""
+        best: tuple[int, int] | None = None  # end, begin: the earliest end, and of several there the longest
         for stop in self._stops:
             begin = self._held.find(stop)
             if begin >= 0:
                 end = begin + len(stop)
-                if best is None or (end, begin) < (best[1], best[0]):
-                    best = (begin, end)
-        return best
+                if best is None or (end, begin) < best:
+                    best = (end, begin)
+        return None if best is None else best[1]
 
     def _held_back(self) -> int:
         """Characters at the end of the held text that may be the beginning of a stop string."""

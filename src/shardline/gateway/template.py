@@ -1,8 +1,8 @@
 """Chat messages into a prompt, by the template of a Model Artifact, which comes from strangers.
 
-Owns the worker process that renders (started at first use, killed at its deadline, started again), what a template
-is given, and the rule by which a trailing assistant message is continued. It runs no template itself. Shown by
-tests/gateway/test_template.py.
+Owns whose turn it is (models take turns, so that one with a slow template does not keep the others waiting), what a
+template is given, and the rule by which a trailing assistant message is continued. It runs no template itself: its
+processes do (template_process.py). Shown by tests/gateway/test_template.py.
 """
 
 from __future__ import annotations
@@ -10,70 +10,103 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import msgspec
-import structlog
 
 from shardline.errors import ShardlineError
 from shardline.gateway.detokenize import Vocabulary
-from shardline.gateway.template_worker import FRAME_BYTES, LENGTH, OUTPUT_SPARE, Answer, Job, Refused
+from shardline.gateway.template_process import TemplateProcess, TooSlow, template_error
+from shardline.gateway.template_worker import FRAME_BYTES, OUTPUT_SPARE, Answer, Job, Refused
 from shardline.settings import Settings
 
-log = structlog.get_logger(__name__)
-
-WAITING = 64
-"""Jobs that wait for the worker."""
-_START_S = 10.0
-_DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+PROCESSES = 3
+"""Templates that are rendered at a time, each of another model. A process is started when it is first needed."""
+WAITING = 256
+"""Jobs of one model that wait."""
+SLOW_TRIES = 2
+SLOW_PAUSE_S = 10.0
+SLOW_KEPT = 16
+_RETRY_AFTER_S = 5
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
+    bundle: str
     job: Job
     answer: asyncio.Future[Answer]
+    """Done, too, when nobody waits for it any more."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-SLOW_TRIES = 2
-SLOW_PAUSE_S = 10.0
-SLOW_KEPT = 16
+class _Turns:
+    """Jobs that wait, in a line for each text bundle. Bundles take turns; of each, one job is under way at a time."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, deque[_Ticket]] = {}
+        """Of every bundle that has a job waiting, or taken."""
+        self._ready: asyncio.Queue[str] = asyncio.Queue()
+        """Bundles of which a job may be taken, each once: bounded by the bundles that there are."""
+
+    def put(self, ticket: _Ticket) -> None:
+        """Raises `template_busy` when the line is full."""
+        line = self._lines.get(ticket.bundle)
+        if line is None:
+            self._lines[ticket.bundle] = deque([ticket])
+            self._ready.put_nowait(ticket.bundle)
+            return
+        if len(line) >= WAITING:
+            line.extend([waiting for _ in range(len(line)) if not (waiting := line.popleft()).answer.done()])
+        if len(line) >= WAITING:
+            raise _busy(f"{len(line)} chats wait for the template of this model, the limit")
+        line.append(ticket)
+
+    async def take(self) -> _Ticket:
+        return self._lines[await self._ready.get()].popleft()
+
+    def done(self, ticket: _Ticket) -> None:
+        """What was taken is over: the bundle goes to the end of those that have jobs."""
+        if self._lines[ticket.bundle]:
+            self._ready.put_nowait(ticket.bundle)
+        else:
+            del self._lines[ticket.bundle]
 
 
 class Templates:
-    """Renders for one Gateway; enter it before use. Jobs run one after another, in order."""
+    """Renders for one Gateway; enter it before use. `clock` gives monotonic seconds."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
-        self._jobs: asyncio.Queue[_Ticket] = asyncio.Queue(WAITING)
+        self._clock = clock
+        self._turns = _Turns()
         self._numbers = itertools.count(1)
         self._slow: dict[str, tuple[int, float]] = {}
-        """Template -> how often in a row it passed its limit, and when last."""
-        self._worker: asyncio.subprocess.Process | None = None
+        """Text bundle -> how often in a row its template passed its limit, and when last."""
+        self._idle = [TemplateProcess() for _ in range(PROCESSES)]
+        """The last one is used next: it is warm."""
         self._tasks = asyncio.TaskGroup()
-        self._runner: asyncio.Task[None] | None = None
+        self._runners: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Templates:
         await self._tasks.__aenter__()
-        self._runner = self._tasks.create_task(self._run())
+        self._runners = [self._tasks.create_task(self._run()) for _ in self._idle]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._runner is not None:
-            self._runner.cancel()
-        await self._tasks.__aexit__(kind, error, trace)
-
-    @property
-    def worker_pid(self) -> int | None:
-        """Of the worker that runs now."""
-        return None if self._worker is None else self._worker.pid
+        for runner in self._runners:
+            runner.cancel()
+        try:
+            await self._tasks.__aexit__(kind, error, trace)
+        finally:
+            for process in self._idle:
+                await process.end()
 
     async def prompt(self, vocabulary: Vocabulary, messages: Sequence[Mapping[str, Any]], *, continued: bool) -> str:
         """The text that the model reads. `continued`: it ends where the last message's text ends.
@@ -83,7 +116,7 @@ class Templates:
         bundle = vocabulary.bundle
         template = bundle.chat_template
         if template is None:
-            raise _error("the model has no chat template: use /v1/completions")
+            raise template_error("the model has no chat template: use /v1/completions")
         shown = [_known_role(message, template) for message in messages]
         mark = ""
         if continued:
@@ -98,114 +131,78 @@ class Templates:
             "tools": None,
             "documents": None,
         }
-        text = await self.render(template, variables)
+        text = await self.render(vocabulary.digest, template, variables)
         if not continued:
             return text
         if mark not in text:
-            raise _error("the chat template does not show the last message, so it cannot be continued")
+            raise template_error("the chat template does not show the last message, so it cannot be continued")
         return text[: text.rindex(mark)]
 
-    async def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The template's output; at most four times the input, within `template_s`."""
+    async def render(self, bundle: str, template: str, variables: Mapping[str, Any]) -> str:
+        """The output of the template of this text bundle; at most four times the input, within `template_s`.
+
+        Waits for its turn for `queue_wait_s` at most. Raises `template_error` for what is the template's or the
+        messages' fault; `template_busy` and `template_lost` for what a retry can cure.
+        """
         size = len(template) + len(msgspec.msgpack.encode(variables))
         if size > FRAME_BYTES // 2:
-            raise _error("the messages are too long for a chat template")
-        self._check_not_slow(template)
-        job = Job(next(self._numbers), template, dict(variables), 4 * size + OUTPUT_SPARE)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            raise template_error("the messages are too long for a chat template")
+        self._check_not_slow(bundle)
+        job = Job(next(self._numbers), template, dict(variables), 4 * size + OUTPUT_SPARE, self._settings.template_s)
+        ticket = _Ticket(bundle, job, asyncio.get_running_loop().create_future())
+        self._turns.put(ticket)
         try:
             async with asyncio.timeout(self._settings.queue_wait_s):
-                await self._jobs.put(_Ticket(job, answer))
-                rendered = await answer
+                await ticket.begun.wait()
+            rendered = await ticket.answer  # within the limits of the process
         except TimeoutError:
-            raise ShardlineError("deadline", "chat templates wait for each other too long", limit="template") from None
+            raise _busy(f"no turn for the chat template came in {self._settings.queue_wait_s:g} s") from None
+        finally:
+            ticket.answer.cancel()
         if isinstance(rendered, Refused):
-            raise _error(_WORDS[rendered.reason].format(rendered.message))
+            raise template_error(_WORDS[rendered.reason].format(rendered.message))
         return rendered.text
 
     async def _run(self) -> None:
+        while True:
+            ticket = await self._turns.take()
+            process = self._idle.pop()
+            try:
+                if not ticket.answer.done():  # else its client has left
+                    await self._render(process, ticket)
+            finally:
+                self._idle.append(process)
+                self._turns.done(ticket)
+
+    async def _render(self, process: TemplateProcess, ticket: _Ticket) -> None:
+        ticket.begun.set()
         try:
-            while True:
-                ticket = await self._jobs.get()
-                if ticket.answer.done():
-                    continue
-                try:
-                    answer = await self._exchange(ticket.job)
-                except ShardlineError as error:
-                    await self._end_worker()
-                    if not ticket.answer.done():
-                        ticket.answer.set_exception(error)
-                else:
-                    if not ticket.answer.done():
-                        ticket.answer.set_result(answer)
-        finally:
-            await self._end_worker()
+            self._check_not_slow(ticket.bundle)
+            answer = await process.answer(ticket.job)
+        except Exception as error:
+            # Whatever went wrong, it is this job's, and its client is the one to hear of it.
+            if isinstance(error, TooSlow):
+                self._was_slow(ticket.bundle)
+            if not ticket.answer.done():
+                ticket.answer.set_exception(error)
+        else:
+            self._slow.pop(ticket.bundle, None)
+            if not ticket.answer.done():
+                ticket.answer.set_result(answer)
 
-    async def _exchange(self, job: Job) -> Answer:
-        worker = await self._started()
-        if worker.stdin is None or worker.stdout is None:
-            raise ShardlineError("internal", "the template process has no pipes")
-        body = msgspec.msgpack.encode(job)
-        try:
-            async with asyncio.timeout(self._settings.template_s):
-                worker.stdin.write(LENGTH.pack(len(body)) + body)
-                await worker.stdin.drain()
-                head = await worker.stdout.readexactly(LENGTH.size)
-                answer = _DECODER.decode(await worker.stdout.readexactly(min(LENGTH.unpack(head)[0], FRAME_BYTES)))
-        except TimeoutError:
-            log.warning("template_killed", limit_s=self._settings.template_s)
-            count, _ = self._slow.get(job.template, (0, 0.0))
-            self._slow = {job.template: (count + 1, time.monotonic()), **self._slow}
-            self._slow = dict(list(self._slow.items())[:SLOW_KEPT])
-            raise _error(f"the chat template took longer than {self._settings.template_s:g} s") from None
-        except (OSError, EOFError, msgspec.MsgspecError):
-            log.warning("template_worker_lost", exit_code=worker.returncode)
-            raise _error("the chat template ended the process that renders it") from None
-        if answer.number != job.number:
-            raise ShardlineError("internal", "the template process answered another job")
-        self._slow.pop(job.template, None)
-        return answer
+    def _was_slow(self, bundle: str) -> None:
+        count, _ = self._slow.pop(bundle, (0, 0.0))
+        self._slow[bundle] = (count + 1, self._clock())
+        while len(self._slow) > SLOW_KEPT:
+            del self._slow[next(iter(self._slow))]
 
-    def _check_not_slow(self, template: str) -> None:
-        """A template that has passed its limit twice in a row is not tried again for a while: each try holds up the
-        chats of all other models."""
-        count, at = self._slow.get(template, (0, 0.0))
-        if count >= SLOW_TRIES and time.monotonic() - at < SLOW_PAUSE_S:
-            raise _error(f"the chat template took longer than {self._settings.template_s:g} s, {count} times in a row")
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        """The worker, ready: the time that it takes to start is not the template's."""
-        if self._worker is not None and self._worker.returncode is None:
-            return self._worker
-        try:
-            async with asyncio.timeout(_START_S):
-                worker = self._worker = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-I",
-                    "-m",
-                    "shardline.gateway.template_worker",
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.DEVNULL,
-                    env={},
-                    start_new_session=True,
-                )
-                if worker.stdout is not None:
-                    await worker.stdout.readexactly(LENGTH.size)
-        except (OSError, EOFError, TimeoutError) as error:
-            log.error("template_worker_not_started", error=str(error))
-            raise ShardlineError("internal", "the process that renders chat templates does not start") from None
-        return worker
-
-    async def _end_worker(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        if worker.stdin is not None:
-            worker.stdin.close()
-        with suppress(ProcessLookupError):
-            worker.kill()
-        await worker.wait()
+    def _check_not_slow(self, bundle: str) -> None:
+        """A template that has passed its limit twice in a row is not tried again for a while: each try costs a
+        processor, and a process that other models wait for."""
+        count, at = self._slow.get(bundle, (0, 0.0))
+        if count >= SLOW_TRIES and self._clock() - at < SLOW_PAUSE_S:
+            limit_s = self._settings.template_s
+            raise template_error(f"the chat template took longer than {limit_s:g} s, {count} times in a row")
 
 
 _WORDS = {
@@ -215,8 +212,8 @@ _WORDS = {
 }
 
 
-def _error(message: str) -> ShardlineError:
-    return ShardlineError("template_error", message, param="messages")
+def _busy(message: str) -> ShardlineError:
+    return ShardlineError("template_busy", message, limit="queue", retry_after=_RETRY_AFTER_S)
 
 
 def _known_role(message: Mapping[str, Any], template: str) -> dict[str, Any]:

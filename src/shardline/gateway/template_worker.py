@@ -1,8 +1,9 @@
 """The process in which chat templates run: renders what it is sent, and has nothing that a template could want.
 
-Owns the Jinja environment (that of transformers' chat templates), the sandbox, and the bounds on memory, files and
-output; the time is watched by who started it (template.py). Speaks MessagePack with a 4-byte length in front, over
-stdin and stdout: a `Job` in, a `Rendered` or `Refused` out. Run as `python -I -m shardline.gateway.template_worker`.
+Owns the Jinja environment (that of transformers' chat templates), the sandbox, and the bounds on memory, files,
+output and processor time; the clock is watched by who started it (template_process.py). Speaks MessagePack with a
+4-byte length in front, over stdin and stdout: a `Job` in, a `Rendered` or `Refused` out. Run as `python -I -m
+shardline.gateway.template_worker`.
 Shown by tests/gateway/test_template.py.
 """
 
@@ -13,7 +14,8 @@ import signal
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any, BinaryIO, Literal
 
@@ -31,6 +33,8 @@ MEMORY_BYTES = 768 << 20
 """Address space of the process; a template that wants more gets a MemoryError."""
 OUTPUT_SPARE = 1 << 20
 """Output may be four times as long as the input, and this much more."""
+EXIT_NO_MEMORY = 3
+"""Exit code where a job does not even fit into memory."""
 COMPILED = 16
 MESSAGE_CHARACTERS = 1000
 
@@ -42,6 +46,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     variables: dict[str, Any]
     output_limit: int
     """Characters."""
+    cpu_s: float
+    """Processor time that rendering may take; past it the process ends by SIGPROF."""
 
 
 class Rendered(msgspec.Struct, frozen=True, array_like=True, tag="rendered"):
@@ -218,18 +224,45 @@ def confine() -> None:
 
 
 def serve(source: BinaryIO, sink: BinaryIO, render: Callable[[Job], Answer]) -> None:
-    """Say that the process is ready (an empty frame), then answer jobs until the other side closes."""
+    """Say that the process is ready (an empty frame), then answer jobs until the other side closes.
+
+    Raises MemoryError for a job that does not fit into memory.
+    """
     sink.write(LENGTH.pack(0))
     sink.flush()
-    decoder, encoder = msgspec.msgpack.Decoder(Job), msgspec.msgpack.Encoder()
+    decoder = msgspec.msgpack.Decoder(Job)
     while True:
         head = source.read(LENGTH.size)
         if len(head) < LENGTH.size:
             return
-        body = source.read(LENGTH.unpack(head)[0])
-        answer = encoder.encode(render(decoder.decode(body)))
-        sink.write(LENGTH.pack(len(answer)) + answer)
+        job = decoder.decode(source.read(LENGTH.unpack(head)[0]))
+        with processor_time(job.cpu_s):
+            answer = encoded(render(job))
+        sink.write(LENGTH.pack(len(answer)))
+        sink.write(answer)
         sink.flush()
+
+
+def encoded(answer: Answer) -> bytes:
+    """`answer` as it is sent; a text that cannot be sent is refused instead."""
+    reason = "it needs too much memory"
+    with suppress(MemoryError):
+        frame = msgspec.msgpack.encode(answer)
+        if len(frame) <= FRAME_BYTES:
+            return frame
+        reason = f"it writes more than {FRAME_BYTES} bytes"
+    return msgspec.msgpack.encode(Refused(answer.number, "failed", reason))
+
+
+@contextmanager
+def processor_time(limit_s: float) -> Iterator[None]:
+    """SIGPROF ends the process, also within native code, when it has computed for longer. The time that others take
+    from it on a busy machine does not count."""
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def main() -> None:
@@ -238,7 +271,10 @@ def main() -> None:
     confine()
     # A template that found its way to print must not write into the protocol.
     sink, sys.stdout = sys.stdout.buffer, sys.stderr
-    serve(sys.stdin.buffer, sink, Renderer().render)
+    try:
+        serve(sys.stdin.buffer, sink, Renderer().render)
+    except MemoryError:
+        sys.exit(EXIT_NO_MEMORY)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import socket
 from dataclasses import dataclass
 from functools import cache
 
+import msgspec
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -19,6 +20,8 @@ from shardline.node.host import ShardHost
 from shardline.settings import PROTOCOL, Settings
 from shardline.wire.messages import EngineInfo, KvInfo, NodeInfo, NodeLimits, NodeProof, Nonce, ShardInfo
 from shardline.wire.tickets import node_id_of, public_bytes, sign
+
+_WORDS_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def shard_info(host: ShardHost, planned: Planned) -> ShardInfo:
         last=planned.last,
         n_layers=planned.n_layers,
         state=host.state,
-        reason=host.reason,
+        reason=brief(host.reason),
         layout_in=d.layout_in.digest if d else "",
         layout_out=d.layout_out.digest if d else "",
         prefill_chunk=host.prefill_chunk,
@@ -87,6 +90,7 @@ def shard_info(host: ShardHost, planned: Planned) -> ShardInfo:
 def node_info(host: ShardHost, identity: Identity, planned: Planned, settings: Settings) -> NodeInfo:
     d = host.description
     engine = d.engine if d else _unloaded(planned)
+    health = host.engine.health()
     return NodeInfo(
         id=identity.node_id,
         protocol=PROTOCOL,
@@ -95,9 +99,9 @@ def node_info(host: ShardHost, identity: Identity, planned: Planned, settings: S
         pid=os.getpid(),
         host=host_id(),
         memory_bytes=psutil.virtual_memory().total,
-        rss_bytes=_rss(host.engine.health().pid),
+        rss_bytes=_rss(health.pid),
         engine=engine,
-        health=host.engine.health(),
+        health=msgspec.structs.replace(health, last_error=brief(health.last_error)),
         shards=[shard_info(host, planned)],
         kv=KvInfo(
             capacity_tokens=host.sessions.ledger.capacity,
@@ -108,6 +112,13 @@ def node_info(host: ShardHost, identity: Identity, planned: Planned, settings: S
         limits=NodeLimits(step_body_bytes=settings.step_body_bytes, queue_bytes=settings.queue_bytes),
         queue_bytes=host.queue_bytes,
     )
+
+
+def brief(text: str | None) -> str | None:
+    """What an engine or a library said, in one short printable line: the Tracker takes no other."""
+    if text is None:
+        return None
+    return "".join(c if c.isprintable() else " " for c in text[:_WORDS_CHARS])
 
 
 def _unloaded(planned: Planned) -> EngineInfo:

@@ -1,7 +1,7 @@
 """How the Tracker knows this Node: registration, heartbeats, probes of peers, the goodbye.
 
 Owns the Node's view of the Tracker (its ticket key, its epoch). Sessions do not depend on it: while the Tracker is
-away, steps flow on. Shown by tests/gateway/test_session.py and tests/tracker/.
+away, steps flow on. Shown by tests/node/test_presence.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardline.wire.messages import (
 from shardline.wire.tickets import SignatureRefused, node_id_of, public_bytes, sign, verify
 
 log = structlog.get_logger(__name__)
-_FINAL = frozenset(
+_FINAL_AT_FIRST = frozenset(
     {
         "registration_refused",
         "protocol_mismatch",
@@ -44,7 +44,10 @@ _FINAL = frozenset(
         "forbidden",
     }
 )
-"""Refusals that trying again does not cure."""
+"""Refusals of a first registration that trying again does not cure: its operator must correct something."""
+_FINAL_LATER = frozenset({"identity_in_use"})
+"""Of a Node that was taken in before: another process has its name now. All else may pass (a clock that is being set, a
+call back that came while this machine was busy, a Tracker that is being exchanged)."""
 _PROBE_S = 1.0
 _RETRY_S = 0.5
 _REPEAT_S = 30.0
@@ -52,7 +55,7 @@ _REPEAT_S = 30.0
 
 
 class Presence:
-    """`run()` keeps the Node known until it is cancelled; raises a refusal of the Tracker that is final."""
+    """`run()` keeps the Node known, until it is cancelled or the Tracker wants it no more."""
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class Presence:
         self._peers: list[Peer] = []
         self._probes: list[PeerProbe] = []
         self._complained = ("", "", 0.0)
+        self._leaving = False
         self._changed = asyncio.Event()
         self._beating = asyncio.Lock()
         self.registered = asyncio.Event()
@@ -90,14 +94,17 @@ class Presence:
         """Something that routes depend on has changed: tell the Tracker now."""
         self._changed.set()
 
-    async def run(self) -> None:
+    async def run(self) -> ShardlineError:
+        """Register, beat, and register again whenever the Tracker does not know this Node; returns the refusal that
+        is final. From then on this Node takes no ticket."""
         while True:
             try:
                 await self._register()
                 await self._beat_until_forgotten()
             except ShardlineError as error:
-                if error.code in _FINAL and self._answer is None:
-                    raise
+                if error.code in (_FINAL_AT_FIRST if self._answer is None else _FINAL_LATER):
+                    self._answer = None
+                    return error
                 self._complain("tracker_refused", error.message)
             await asyncio.sleep(_RETRY_S)
 
@@ -125,54 +132,68 @@ class Presence:
     async def _beat_until_forgotten(self) -> None:
         """Heartbeats until the Tracker says that it does not know us; one that is not answered is not the end."""
         while True:
-            try:
-                async with asyncio.timeout(self._settings.tracker_heartbeat_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
-            self._changed.clear()
+            await self._probe_until_due()
             try:
                 await self._beat()
             except ShardlineError as error:
-                if error.code not in ("tracker_unreachable", "resources_exhausted"):
+                if error.code != "tracker_unreachable":
                     raise
-                self._complain(error.code, error.message)
-            await self._probe_peers()
+                self._complain("tracker_unreachable", error.message)
 
-    async def _beat(self, *, leaving: bool = False) -> None:
+    async def _probe_until_due(self) -> None:
+        """The pause between two heartbeats, in which the peers are probed. News end both: they are told at once."""
+        async with asyncio.TaskGroup() as tasks:
+            probing = tasks.create_task(self._probe_peers())
+            try:
+                async with asyncio.timeout(self._settings.tracker_heartbeat_s):
+                    await self._changed.wait()
+                probing.cancel()
+            except TimeoutError:
+                pass
+        self._changed.clear()
+
+    async def _beat(self) -> None:
         """One heartbeat. One at a time: their counts must arrive in order."""
         async with self._beating:
-            await self._send_beat(leaving=leaving)
+            if self._answer is not None:
+                answer = await self._tracker.heartbeat(self.node_id, self._statement(self._answer))
+                self._peers = answer.peers[:8]
 
-    async def _send_beat(self, *, leaving: bool) -> None:
-        if self._answer is None:
-            return
+    def _statement(self, known: RegisterAnswer) -> Signed:
+        """The next heartbeat, signed. Probes are told once: told again, they would pass for newer than they are."""
         self._count += 1
+        probes, self._probes = self._probes, []
         beat = Heartbeat(
-            node=self._identity.node_id,
-            epoch=self._answer.epoch,
+            node=self.node_id,
+            epoch=known.epoch,
             count=self._count,
             info=self._info(),
-            peers=self._probes,
-            leaving=leaving,
+            peers=probes,
+            leaving=self._leaving,
         )
-        statement = sign(self._identity.key, "heartbeat", beat)
-        answer = await self._tracker.heartbeat(self._identity.node_id, Signed(statement=statement))
-        self._peers = answer.peers[:8]
+        return Signed(statement=sign(self._identity.key, "heartbeat", beat))
 
     async def tell_now(self) -> None:
         """One heartbeat at once, so that what is true here is true at the Tracker when this returns."""
         try:
             await self._beat()
         except ShardlineError as error:
-            self._complain("tracker_unreachable", str(error))
+            self._complain("tracker_unreachable", error.message)
 
     async def leaving(self) -> None:
         """Tell the Tracker that no new session may come; it may be away."""
+        self._leaving = True
+        await self.tell_now()
+
+    async def goodbye(self) -> None:
+        """The last word, when no session runs any more and `run` has ended; the Tracker may be away."""
+        self._leaving = True
         try:
-            await self._beat(leaving=True)
+            async with self._beating:
+                if self._answer is not None:
+                    await self._tracker.leave(self.node_id, self._statement(self._answer))
         except ShardlineError as error:
-            self._complain("tracker_unreachable", str(error))
+            self._complain("tracker_unreachable", error.message)
 
     async def _probe_peers(self) -> None:
         """Time all peers side by side: a silent one must not hold up the next heartbeat."""

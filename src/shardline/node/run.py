@@ -7,6 +7,7 @@ engine loads, and the Tracker hears of the Shard from the first moment. Shown by
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
 import psutil
@@ -180,24 +181,36 @@ class _Node:
         )
         await server.start()
         options.announce("listening", url=identity.url, node=identity.node_id, model=self._facts.name)
-        running = [tasks.create_task(work) for work in (host.run(), presence.run())]
+        known = tasks.create_task(presence.run())
+        running = [known, *map(tasks.create_task, (host.run(), self._announce_ready(host, presence)))]
         try:
-            await self._announce_ready(host, presence)
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            options.announce("draining", sessions=len(host.sessions))
-            host.close_doors()
-            async with asyncio.TaskGroup() as goodbye:
-                telling = goodbye.create_task(presence.leaving())
-                await host.drain()
-                await asyncio.wait({telling}, timeout=_STOP_S)
-                telling.cancel()
+            await asyncio.wait({known})
+            raise known.result()
+        except (asyncio.CancelledError, ShardlineError):
+            await self._say_goodbye(host, presence, known)
             raise
         finally:
             for task in running:
                 task.cancel()
             await self._engine.stop()
             await server.stop(_STOP_S)
+
+    async def _say_goodbye(self, host: ShardHost, presence: Presence, known: asyncio.Task[ShardlineError]) -> None:
+        """No new sessions, an end for those that run, and then the last word to the Tracker."""
+        if host.state != "failed":
+            self._options.announce("draining", sessions=len(host.sessions))
+        host.close_doors()
+        async with asyncio.TaskGroup() as tasks:
+            telling = tasks.create_task(presence.leaving())
+            await host.drain()
+            await asyncio.wait({telling}, timeout=_STOP_S)
+            telling.cancel()
+        # First no more heartbeats: after the last word they would bring the Node back.
+        known.cancel()
+        await asyncio.wait({known})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await presence.goodbye()
 
     def _state_changed(self, host: ShardHost, presence: Presence) -> None:
         presence.changed()

@@ -28,7 +28,8 @@ _GATEWAYS_KEPT = 64
 
 
 class Sessions:
-    """All sessions of one Node. `dropped(slot)` is called when one is closed: what waits of it is void."""
+    """All sessions of one Node. `dropped(slot)` is called when one is closed: what waits of it is void. `clock`:
+    monotonic seconds."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Sessions:
         engine: Engine,
         tasks: asyncio.TaskGroup,
         dropped: Callable[[Slot], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = KvLedger(0)
         self._node_id = node_id
@@ -50,6 +52,9 @@ class Sessions:
         self._free_numbers: list[int] = []
         self._next_number = 0
         self._gateways: dict[str, float] = {}
+        """When each was last heard, or had to be given its time anew."""
+        self._clock = clock
+        self._look_due = clock() + settings.beat_interval_s
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -114,7 +119,7 @@ class Sessions:
         )
         self._slots[key] = slot
         self._streams[key] = SessionStream(limit=request.max_tokens + _STREAM_SLACK)
-        self._gateways[ticket.gateway] = time.monotonic()  # opening a session is a sign of life
+        self._gateways[ticket.gateway] = self._clock()  # opening a session is a sign of life
         return slot
 
     def _take_number(self) -> int:
@@ -189,20 +194,29 @@ class Sessions:
     def beat(self, gateway: str) -> None:
         """A Gateway says that it lives. Unknown ones are ignored: they have no session here."""
         if gateway in self._gateways:
-            self._gateways[gateway] = time.monotonic()
+            self._gateways[gateway] = self._clock()
 
     async def watch(self) -> None:
-        """Beat on every stream, and end the sessions of Gateways that fell silent."""
-        interval = self._settings.beat_interval_s
-        expected = time.monotonic() + interval
+        """Look every `beat_interval_s`, until cancelled."""
+        self._look_due = self._clock() + self._settings.beat_interval_s
         while True:
-            await asyncio.sleep(max(0.0, expected - time.monotonic()))
-            now = time.monotonic()
-            late = now - expected > self._settings.late_timer_s
-            expected = now + interval
-            self._send_beats()
-            if not late:  # after a pause of our own, read the sockets first and judge in the next round
-                self._judge_gateways(now)
+            await asyncio.sleep(max(0.0, self._look_due - self._clock()))
+            self.look()
+
+    def look(self) -> None:
+        """Beat on every stream, and end the sessions of Gateways that fell silent.
+
+        Called late, this Node itself stood still: what it has not heard meanwhile says nothing of any Gateway, which
+        could not reach it either, so each has its whole time once more. That this Node was silent is for others to say.
+        """
+        now = self._clock()
+        late = now - self._look_due > self._settings.late_timer_s
+        self._look_due = now + self._settings.beat_interval_s
+        self._send_beats()
+        if late:
+            self._gateways = dict.fromkeys(self._gateways, now)
+        else:
+            self._judge_gateways(now)
 
     def _send_beats(self) -> None:
         for slot in list(self._slots.values()):
@@ -213,10 +227,14 @@ class Sessions:
             else:
                 stream.emit(_beat_of(slot))
 
+    def _silence_of_gateway(self) -> ShardlineError:
+        message = f"Node {self._node_id} has heard nothing of the Gateway for {self._settings.beat_timeout_s:g} s"
+        return ShardlineError("gateway_lost", message, limit="heartbeat")
+
     def _judge_gateways(self, now: float) -> None:
         silent = {g for g, last in self._gateways.items() if now - last > self._settings.beat_timeout_s}
         for slot in [s for s in self._slots.values() if s.ticket.gateway in silent]:
-            self.fail(slot, ShardlineError("gateway_lost", "the Gateway fell silent", limit="heartbeat"))
+            self.fail(slot, self._silence_of_gateway())
         for gateway in silent:
             del self._gateways[gateway]
         if len(self._gateways) > _GATEWAYS_KEPT:

@@ -1,7 +1,7 @@
 """Whether a request may open a session here: the ticket, checked against this Node and the clock.
 
-Owns the memory of used tickets. Pure but for that memory: key, Shard and time are arguments.
-Shown by tests/node/test_trust.py.
+Owns the memory of used tickets and session keys. Pure but for that memory: the Tracker's key, Shard and time are
+arguments. Shown by tests/node/test_ticket_gate.py and tests/node/test_trust.py.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from shardline.wire.messages import OpenSession, Sampling, Ticket
 from shardline.wire.tickets import SignatureRefused, verify
 
 _KEY_DIGITS = 32
+KEYS_KEPT = 32_768
+"""Session keys that a Node remembers, about 5 MB: far more than it opens while a late step of one may be on its way."""
 
 
 class TicketGate:
-    """Lets each valid ticket through once."""
+    """Lets each valid ticket through once, and each session key."""
 
     def __init__(self, node_id: str) -> None:
         self._node_id = node_id
         self._used: dict[str, float] = {}
+        self._keys: dict[bytes, None] = {}
+        """In the order in which they came; the oldest makes room."""
 
     def admit(
         self, request: OpenSession, *, ticket_key: bytes | None, shard: ShardDescription | None, now: float
     ) -> Ticket:
-        """The ticket of `request`, now used; `now` is Unix seconds. Raises `ticket_invalid`, `ticket_used`, or what
-        else does not fit. A ticket that is refused for its request is not used up."""
+        """The ticket of `request`, now used; `now` is Unix seconds. Raises `ticket_invalid`, `ticket_used`,
+        `session_exists`, or what else does not fit. A ticket that is refused for its request is not used up."""
         if ticket_key is None:
             raise ShardlineError("ticket_invalid", "this Node does not know a Tracker yet")
         try:
@@ -44,8 +48,17 @@ class TicketGate:
             del self._used[used]
         if ticket.id in self._used:
             raise ShardlineError("ticket_used", "this ticket has opened a session before")
+        self._spend_key(bytes.fromhex(request.key))
         self._used[ticket.id] = ticket.not_after
         return ticket
+
+    def _spend_key(self, key: bytes) -> None:
+        """A key that came before would let steps that are still on their way into a session that they are not of."""
+        if key in self._keys:
+            raise ShardlineError("session_exists", "a session with this key was opened here before")
+        while len(self._keys) >= KEYS_KEPT:
+            del self._keys[next(iter(self._keys))]
+        self._keys[key] = None
 
     @staticmethod
     def _check_shard(ticket: Ticket, shard: ShardDescription) -> None:

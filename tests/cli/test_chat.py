@@ -94,6 +94,24 @@ def test_an_error_of_one_question_is_raised(stage) -> None:
         conversation.ask("hi", None)
 
 
+def test_a_model_that_is_not_served_is_told_with_those_that_are(stage) -> None:
+    stage.json("GET /v1/models", MODELS)
+    refusal = ShardlineError("model_not_found", "the model 'nope' is not served here").body()
+    stage.json("POST /v1/chat/completions", {"error": refusal}, status=404)
+    done = CliRunner().invoke(cli, ["chat", "--gateway", stage.url, "-m", "hi", "--model", "nope"])
+    assert isinstance(done.exception, ShardlineError)
+    assert "there are: smol, other" in done.exception.message
+    assert done.exception.advice == "Give --model one of these names, or leave it out for smol."
+    stage.json("GET /v1/models", {"data": []})
+    done = CliRunner().invoke(cli, ["chat", "--gateway", stage.url, "-m", "hi", "--model", "nope"])
+    assert isinstance(done.exception, ShardlineError) and "shardline node --model" in done.exception.advice
+
+
+def test_the_first_model_that_is_whole_is_taken(stage) -> None:
+    stage.json("GET /v1/models", {"data": [{"id": "half", "ready": False}, {"id": "whole", "ready": True}]})
+    assert first_model(Endpoint("Gateway", stage.url, "")) == "whole"
+
+
 def test_no_model_yet(stage) -> None:
     stage.json("GET /v1/models", {"data": []})
     with pytest.raises(ShardlineError) as raised:

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from shardline.cli.client import Endpoint
-from shardline.errors import ShardlineError
+from shardline.cli.client import ADVICE, Endpoint
+from shardline.errors import CATALOGUE, ShardlineError
 
 
 def test_the_secret_and_the_protocol_go_along(stage) -> None:
@@ -80,3 +80,44 @@ def test_a_stream_that_breaks_off_is_not_taken_for_whole(stage) -> None:
     next(events)
     with pytest.raises(ShardlineError, match="broke off"):
         next(events)
+
+
+@pytest.mark.parametrize(
+    ("who", "code", "words"),
+    [
+        ("Gateway", "unauthorized", "SHARDLINE_API_KEY"),
+        ("Tracker", "unauthorized", "--credential-file"),
+        ("Gateway", "session_not_found", "`shardline sessions`"),
+        ("Gateway", "queue_full", "Ask again in 3 s"),
+        ("Tracker", "queue_full", CATALOGUE["queue_full"].advice),
+    ],
+)
+def test_advice_is_for_somebody_at_a_terminal(stage, who: str, code: str, words: str) -> None:
+    stage.json("GET /v1/x", {"error": ShardlineError(code, "no", retry_after=3).body()}, status=400)
+    with pytest.raises(ShardlineError) as raised:
+        Endpoint(who, stage.url, "").get("/v1/x")
+    assert words in raised.value.advice and raised.value.details["retry_after"] == 3
+
+
+def test_every_sentence_for_a_terminal_is_of_a_code_that_there_is() -> None:
+    assert {code for _, code in ADVICE} <= set(CATALOGUE)
+
+
+def test_advice_of_the_other_side_is_kept(stage) -> None:
+    error = ShardlineError("layers_invalid", "too many", advice="Give --nodes 1 to 6.")
+    stage.json("GET /v1/x", {"error": error.body()}, status=400)
+    with pytest.raises(ShardlineError) as raised:
+        Endpoint("Gateway", stage.url, "").get("/v1/x")
+    assert raised.value.advice == "Give --nodes 1 to 6."
+
+
+@pytest.mark.parametrize("who", ["Gateway", "Tracker"])
+def test_who_is_not_reached_is_named_with_its_flag(stage, who: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(ShardlineError) as raised:
+            Endpoint(who, f"http://127.0.0.1:{free.getsockname()[1]}", "").get("/v1/x")
+    assert f"--{who.lower()} URL" in raised.value.advice
+    with pytest.raises(ShardlineError) as foreign:
+        Endpoint(who, stage.url, "").get("/v1/x")
+    assert "Another program listens there" in foreign.value.advice

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import msgspec
@@ -11,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.cli.config import RUNNING_FILE, Configuration, resolve
+from shardline.cli.config import Configuration, resolve
+from shardline.cli.running import RunningCluster, entered
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 
@@ -139,31 +138,28 @@ def test_the_usual_file_is_read_where_it_is(tmp_path: Path) -> None:
     assert found.sources["push_s"] == str(folder / "config.toml")
 
 
+def running(number: int) -> RunningCluster:
+    return RunningCluster(
+        pid=number, tracker=f"http://127.0.0.1:1{number}", gateway=f"http://127.0.0.1:2{number}", what="up m.gguf"
+    )
+
+
 def test_a_running_cluster_is_found_and_everything_else_wins_over_it(tmp_path: Path) -> None:
-    state = tmp_path / "state" / "shardline"
-    state.mkdir(parents=True)
-    running = {"pid": os.getpid(), "tracker": "http://127.0.0.1:1001", "gateway": "http://127.0.0.1:1002"}
-    (state / RUNNING_FILE).write_text(json.dumps(running), encoding="utf-8")
-    found = resolved(tmp_path, environ={"SHARDLINE_GATEWAY": "http://127.0.0.1:1003"})
-    assert (found.places.tracker, found.places.gateway) == ("http://127.0.0.1:1001", "http://127.0.0.1:1003")
-    assert found.sources["tracker"] == f"cluster run by process {os.getpid()}"
+    with entered(tmp_path / "state" / "shardline", running(11)):
+        found = resolved(tmp_path, environ={"SHARDLINE_GATEWAY": "http://127.0.0.1:1003"})
+    assert (found.url("tracker"), found.url("gateway")) == ("http://127.0.0.1:111", "http://127.0.0.1:1003")
+    assert found.sources["tracker"] == "cluster run by process 11"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        "{",
-        '{"pid": "x"}',
-        '{"pid": 4194399, "tracker": "http://127.0.0.1:1", "gateway": "http://127.0.0.1:1"}',
-    ],
-)
-def test_a_cluster_that_is_gone_is_not_found(tmp_path: Path, content: str) -> None:
+def test_of_several_running_clusters_none_is_taken_unless_it_is_named(tmp_path: Path) -> None:
     state = tmp_path / "state" / "shardline"
-    state.mkdir(parents=True)
-    (state / RUNNING_FILE).write_text(content, encoding="utf-8")
-    assert resolved(tmp_path).sources["tracker"] == "default"
+    with entered(state, running(11)), entered(state, running(12)):
+        found = resolved(tmp_path, environ={"SHARDLINE_GATEWAY": "http://127.0.0.1:212"})
+        assert found.url("gateway") == "http://127.0.0.1:212"
+        with pytest.raises(ShardlineError, match=r"http://127\.0\.0\.1:111") as asked:
+            found.url("tracker")
+    assert asked.value.code == "cluster_ambiguous"
+    assert resolved(tmp_path).url("tracker") == "http://127.0.0.1:7070"
 
 
 def test_secrets_are_shown_as_set_only(tmp_path: Path) -> None:

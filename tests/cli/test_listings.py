@@ -38,38 +38,58 @@ def test_sizes_for_people() -> None:
 def test_nodes_show_layers_state_and_why(stage) -> None:
     failed = {**NODE, "id": "n-9", "shards": [{**NODE["shards"][0], "state": "failed", "reason": "no memory"}]}
     down = {**NODE, "id": "n-8", "state": "out", "reason": "reported: node_lost"}
-    text = nodes_text([NODE, failed, down, {"id": "n-7", "shards": []}])
-    lines = text.splitlines()
-    assert lines[1].split() == [
-        *(
-            "n-0123",
-            "0:15",
-            "smol",
-            "torch-f32",
-            "ready",
-            "5/4096",
-            "1",
-            "1.5",
-            "GiB",
-            "0.4",
-            "s",
-            "77",
-            "http://127.0.0.1:5000",
-        )
-    ]
-    assert "failed (no memory)" in lines[2] and "out (reported: node_lost)" in lines[3] and lines[4].startswith("n-7")
+    listed = [NODE, failed, down, {"id": "n-7", "shards": []}]
+    lines = nodes_text(listed).splitlines()
+    assert lines[0] == "smol, torch-f32" and lines[1].split()[:3] == ["NODE", "LAYERS", "STATE"]
+    assert lines[2].split() == ["n-0123", "0:15", "ready", "0", "%", "1", "127.0.0.1:5000"]
+    assert [line.split()[2] for line in lines[3:5]] == ["failed", "out"]
+    assert lines[6] == "no model yet, no engine yet" and lines[8].startswith("n-7")
+    assert lines[-2:] == ["n-9 is failed: no memory", "n-8 is out: reported: node_lost"]
     assert "shardline node" in nodes_text([])
     stage.json("GET /v1/nodes", {"nodes": [NODE]})
     shown = CliRunner().invoke(cli, ["nodes", "--tracker", stage.url, "--json"])
     assert json.loads(shown.stdout) == {"nodes": [NODE]}
 
 
+def test_wide_nodes_have_every_column_in_one_table(stage) -> None:
+    failed = {**NODE, "id": "n-9", "shards": [{**NODE["shards"][0], "state": "failed", "reason": "no memory"}]}
+    stage.json("GET /v1/nodes", {"nodes": [NODE, failed]})
+    lines = CliRunner().invoke(cli, ["nodes", "--tracker", stage.url, "--wide"]).stdout.splitlines()
+    wanted = "n-0123 0:15 smol torch-f32 ready 5/4096 1 1.5 GiB 0.4 s 77 http://127.0.0.1:5000"
+    assert lines[1].split() == wanted.split()
+    assert "failed (no memory)" in lines[2]
+
+
+def test_nodes_and_sessions_of_ordinary_names_fit_into_80_columns(event: dict[str, Any]) -> None:
+    node = {
+        **NODE,
+        "id": "n-161688efad1577ea",
+        "url": "http://192.168.100.200:41723",
+        "kv": {"used_tokens": 65536, "capacity_tokens": 65536, "sessions": 100},
+        "shards": [{"model": "A-Long-Name-Instruct.Q4_1", "first": 100, "last": 126, "state": "loading"}],
+    }
+    ended = {**event, "id": "rs-28a88f8b3a21cca5f1cd2692", "phase": "failed", "failure": {"code": "node_lost"}}
+    for text in (nodes_text([node]), sessions_text([{**ended, "created": 990.0}], now=1000.0)):
+        assert max(map(len, text.splitlines())) <= 80, text
+
+
 def test_sessions_show_phase_and_failure(event: dict[str, Any], stage) -> None:
     failed = {**event, "id": "rs-2", "phase": "failed", "failure": {"code": "node_lost"}, "created": 940.0}
-    lines = sessions_text([{**event, "created": 990.0}, failed], now=1000.0).splitlines()
-    assert lines[1].split()[:7] == ["rs-1", "decode", "smol", "41/41", "17", "12.5", "10"]
+    listed = [{**event, "created": 990.0}, failed]
+    lines = sessions_text(listed, now=1000.0).splitlines()
+    assert lines[1].split() == ["rs-1", "41/41", "17", "12.5", "10", "s", "decode"]
     assert "failed (node_lost)" in lines[2] and "60 s" in lines[2]
+    assert sessions_text(listed, now=1000.0, wide=True).splitlines()[1].endswith("smol   n-0 0:15 → n-1 15:30")
     assert sessions_text([], 0.0) == "No Route Sessions."
+
+
+def test_a_model_that_nobody_serves_is_told_with_those_that_are(stage) -> None:
+    error = {"error": {"code": "model_not_found", "message": "no Node serves a model 'nope'"}}
+    stage.json("GET /v1/routes/explain?model=nope", error, status=404)
+    for models, words in (([{"model": "smol"}, {"model": "smol"}], "there are: smol"), ([], "no Node serves any")):
+        stage.json("GET /v1/models", {"models": models})
+        done = CliRunner().invoke(cli, ["routes", "explain", "nope", "--tracker", stage.url])
+        assert words in str(done.exception)
 
 
 def test_one_session_shows_its_seams(event: dict[str, Any], stage) -> None:

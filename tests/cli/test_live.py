@@ -6,7 +6,9 @@ import copy
 import io
 from typing import Any
 
-from shardline.cli.live import LineView, bar, block, failure_words, hop_line, number, route_line
+import pytest
+
+from shardline.cli.live import LineView, bar, block, failure_words, hop_line, labelled, number, route_line, wrapped
 from shardline.errors import ShardlineError
 
 
@@ -68,3 +70,21 @@ def test_lines_tell_each_new_thing_once_and_leave_the_answer_whole(event: dict[s
     assert "10/41" in lines[2] and "30/41" in lines[3]
     assert [line.split()[0] for line in lines[5:]] == ["phase", "route", "prefill", "decode", "hop", "hop"]
     assert "completed" in lines[5]
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 50, 80])
+def test_no_line_is_cut_in_mid_word(event: dict[str, Any], width: int) -> None:
+    event["failure"] = ShardlineError("node_lost", "Node n-1 (layers 15:30) fell silent in decode").body()
+    for label, line in block(event):
+        shown = labelled(label, line, width)
+        assert set(shown.split()) == {label, *line.split()}
+        rows = shown.splitlines()
+        assert all(len(row) <= width or len(row.split()) == 1 or row.startswith("prefill") for row in rows), shown
+        assert all(row.startswith(" " * 9) for row in rows[1:])
+
+
+def test_a_line_is_broken_between_its_parts_first() -> None:
+    assert wrapped("n-0  0:15  compute 12.3 ms  queue 0.1 ms", 24) == ["n-0  0:15", "compute 12.3 ms", "queue 0.1 ms"]
+    assert wrapped("n-0 0:15 → n-1 15:30", 16) == ["n-0 0:15 →", "n-1 15:30"]
+    assert wrapped("one two three", 8) == ["one two", "three"]
+    assert labelled("hop", "n-0  0:15", None) == "hop      n-0  0:15"

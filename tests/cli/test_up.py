@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from shardline.cli.client import Endpoint
-from shardline.cli.config import RUNNING_FILE
+from shardline.cli.running import FOLDER, RunningCluster, entered, running_clusters
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -75,7 +75,8 @@ class Terminal:
 
     @property
     def gateway(self) -> Endpoint:
-        return Endpoint("Gateway", json.loads((self.state / RUNNING_FILE).read_text())["gateway"], "")
+        (only,) = running_clusters(self.state)
+        return Endpoint("Gateway", only.gateway, "")
 
     def parts(self) -> list[psutil.Process]:
         assert self.front is not None
@@ -133,7 +134,7 @@ def test_a_cluster_starts_answers_and_ends(terminal: Terminal) -> None:
     assert "gamma" in subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=20).stdout
     assert terminal.end() == 0
     assert "Ended; nothing is left running." in terminal.out
-    assert not (terminal.state / RUNNING_FILE).exists()
+    assert list((terminal.state / FOLDER).iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -159,11 +160,13 @@ def test_a_dead_node_is_reported_and_can_be_started_again(terminal: Terminal) ->
     nodes = json.loads(terminal.run("nodes", "--json").stdout)["nodes"]
     (pid,) = [n["pid"] for n in nodes if n["shards"][0]["first"] == 3]
     os.kill(pid, signal.SIGKILL)
-    terminal.wait_for(lambda: "start this part again" in terminal.err)
+    terminal.wait_for(lambda: "Ctrl-C ends everything else" in terminal.err)
     assert "node-2 was killed by SIGKILL" in terminal.err
+    assert "answers requests with 503 until a Node has the layers 3:6 again" in terminal.err
     refused = terminal.run("chat", "-m", "hi")
     assert refused.returncode == 1
-    (again,) = re.findall(r"^  \S*shardline (.*)$", terminal.err, re.MULTILINE)
+    (again,) = restarts(terminal.err)
+    assert "drain_s" not in again and "--threads" not in again, "flags that nobody gave"
     replacement = subprocess.Popen([sys.executable, "-m", "shardline", *again.split()], env=terminal.environ)
     try:
         terminal.wait_for(lambda: terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n")
@@ -171,6 +174,79 @@ def test_a_dead_node_is_reported_and_can_be_started_again(terminal: Terminal) ->
         replacement.terminate()
         assert replacement.wait(10) == 0
     assert terminal.end() == 0
+
+
+def restarts(said: str) -> list[str]:
+    """The commands that start a part again, without the name of the program."""
+    return re.findall(r"^  (?!  )\S*shardline (.*)$", said, re.MULTILINE)
+
+
+def test_without_its_last_node_it_goes_on_and_says_what_that_means(terminal: Terminal) -> None:
+    process = terminal.up("--nodes", "1", "--kv-tokens", "5000")
+    (node,) = [p for p in terminal.parts() if "node" in p.cmdline()]
+    node.kill()
+    terminal.wait_for(lambda: "Ctrl-C ends everything else" in terminal.err)
+    said = terminal.err
+    for words in ("node-1 was killed by SIGKILL", "its log, ", "No Node of this command is left", "503", "0:6 again"):
+        assert words in said
+    assert process.poll() is None
+    refused = terminal.run("chat", "-m", "hi")
+    assert refused.returncode == 1 and "shardline nodes" in refused.stderr
+    (again,) = restarts(said)
+    assert again.endswith("--engine scripted --kv-tokens 5000")
+    replacement = subprocess.Popen([sys.executable, "-m", "shardline", *again.split()], env=terminal.environ)
+    try:
+        terminal.wait_for(lambda: terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n")
+    finally:
+        replacement.terminate()
+        assert replacement.wait(10) == 0
+    assert terminal.end() == 0
+
+
+def test_a_dead_tracker_comes_back_where_all_look_for_it(terminal: Terminal) -> None:
+    terminal.up("--nodes", "1")
+    (tracker,) = [p for p in terminal.parts() if "tracker" in p.cmdline()]
+    tracker.kill()
+    terminal.wait_for(lambda: "Ctrl-C ends everything else" in terminal.err)
+    assert "until the Tracker is back" in terminal.err
+    (again,) = restarts(terminal.err)
+    replacement = subprocess.Popen([sys.executable, "-m", "shardline", *again.split()], env=terminal.environ)
+    try:
+        terminal.wait_for(lambda: terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n")
+    finally:
+        replacement.terminate()
+        assert replacement.wait(10) == 0
+    assert terminal.end() == 0
+
+
+def test_two_clusters_do_not_hide_each_other(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.up("--nodes", "1")
+    other = Terminal(tmp_path)
+    (tmp_path / "second").mkdir()
+    other.folder = tmp_path / "second"
+    other.write(answer=[" second"])
+    first = terminal.gateway.url
+    try:
+        other.up("--nodes", "1")
+        second = next(c for c in running_clusters(terminal.state) if c.gateway != first)
+        for command in (("nodes",), ("sessions",), ("chat", "-m", "hi"), ("routes", "explain", "scripted")):
+            asked = terminal.run(*command)
+            assert asked.returncode == 2, command
+            assert "2 clusters run on this machine" in asked.stderr
+            assert (
+                first in asked.stderr and second.gateway in asked.stderr and "What to do: Name the one" in asked.stderr
+            )
+        # What each printed finds its own.
+        (line,) = re.findall(r"^  \S*shardline (chat .*)$", other.out, re.MULTILINE)
+        assert terminal.run(*line.split(), "-m", "hi").stdout == " second\n"
+        assert terminal.run("chat", "-m", "hi", "--gateway", first).stdout == " alpha beta gamma\n"
+        assert terminal.end() == 0
+        assert terminal.run("chat", "-m", "hi").stdout == " second\n"
+        assert other.end() == 0
+    finally:
+        if other.front is not None and other.front.poll() is None:
+            other.front.kill()
+            other.front.wait()
 
 
 def test_the_end_of_the_gateway_is_the_end_of_the_cluster(terminal: Terminal) -> None:
@@ -190,7 +266,22 @@ def test_a_taken_port_is_said_and_nothing_stays(terminal: Terminal) -> None:
         port = str(taken.getsockname()[1])
         done = terminal.run("up", str(terminal.script), "--engine", "scripted", "--port", port)
     assert done.returncode == 1
-    assert f"gateway: port {port} on 127.0.0.1 is taken" in done.stderr and "choose another port" in done.stderr
+    assert f"port {port} on 127.0.0.1 is taken" in done.stderr and "choose another port: --port" in done.stderr
+    assert "starting" not in done.stdout, "it is told before anything starts"
+
+
+def test_a_second_demo_names_the_first_and_what_to_type(terminal: Terminal) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        one = RunningCluster(pid=7, gateway=f"http://127.0.0.1:{port}", tracker="http://127.0.0.1:9", what="demo x")
+        terminal.environ["MAKELEVEL"] = "1"
+        with entered(terminal.state, one):
+            done = terminal.run("demo", "--model", str(terminal.script), "--engine", "scripted", "--port", port)
+    assert done.returncode == 1
+    assert "taken by a cluster that runs already" in done.stderr and "demo x, process 7" in done.stderr
+    assert "make demo PORT=" in done.stderr
 
 
 def test_a_shard_that_does_not_load_is_said(terminal: Terminal) -> None:
@@ -201,19 +292,19 @@ def test_a_shard_that_does_not_load_is_said(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "words", "advice"),
     [
-        (("--nodes", "7"), "7 Nodes cannot share 6 layers"),
-        (("--layers", "0:2,3:6"), "no Node has the layers 2:3"),
-        (("--layers", "0:2,2:9"), "reaches past the 6 layers"),
+        (("--nodes", "7"), "7 Nodes cannot share 6 layers", "Give --nodes 1 to 6."),
+        (("--layers", "0:2,3:6"), "no Node has the layers 2:3", "cover 0:6, such as 0:3,3:6; or --nodes"),
+        (("--layers", "0:2,2:9"), "reaches past the 6 layers", "cover 0:6, such as 0:3,3:6; or --nodes"),
     ],
 )
 def test_layers_that_do_not_fit_are_refused_before_anything_starts(
-    terminal: Terminal, arguments: tuple[str, ...], words: str
+    terminal: Terminal, arguments: tuple[str, ...], words: str, advice: str
 ) -> None:
     done = terminal.run("up", str(terminal.script), "--engine", "scripted", "--port", "0", *arguments)
     assert done.returncode == 1
-    assert words in done.stderr
+    assert words in done.stderr and advice in done.stderr
 
 
 def test_serve_and_nodes_that_join_it(terminal: Terminal) -> None:

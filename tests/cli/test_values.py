@@ -48,8 +48,9 @@ def test_an_even_split_covers_every_layer_once(n_layers: int, data: st.DataObjec
 
 @pytest.mark.parametrize("nodes", [0, 5])
 def test_a_split_among_too_many_or_none_is_refused(nodes: int) -> None:
-    with pytest.raises(ShardlineError, match="1 to 4"):
+    with pytest.raises(ShardlineError, match=f"{nodes} Nodes cannot share 4") as refused:
         split_evenly(4, nodes)
+    assert refused.value.advice == "Give --nodes 1 to 4."
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,9 @@ def test_a_split_among_too_many_or_none_is_refused(nodes: int) -> None:
     ],
 )
 def test_ranges_with_a_hole_are_refused(ranges: list[tuple[int, int]], words: str) -> None:
-    with pytest.raises(ShardlineError, match=words):
+    with pytest.raises(ShardlineError, match=words) as refused:
         check_cover(ranges, 4)
+    assert "cover 0:4, such as 0:2,2:4;" in refused.value.advice
 
 
 def test_ranges_may_overlap() -> None:

@@ -55,11 +55,31 @@ def chat(
 
 
 def first_model(gateway: Any) -> str:
-    """The first model that the Gateway serves."""
+    """The first model that the Gateway serves whole; where none is whole, the first one."""
     models = gateway.get("/v1/models").get("data", [])
     if not models:
-        raise ShardlineError("model_unavailable", f"the Gateway at {gateway.url} serves no model yet")
-    return str(models[0]["id"])
+        raise ShardlineError(
+            "model_unavailable",
+            f"the Gateway at {gateway.url} serves no model yet",
+            advice="`shardline nodes` shows the Nodes there are. Start one: shardline node --model PATH",
+        )
+    return str(next((model for model in models if model.get("ready", True)), models[0])["id"])
+
+
+def unknown_model(gateway: Any, name: str) -> ShardlineError:
+    """`name` is not served: the names that are."""
+    names = [str(model["id"]) for model in gateway.get("/v1/models").get("data", [])]
+    if not names:
+        return ShardlineError(
+            "model_not_found",
+            f"the model {name!r} is not served at {gateway.url}; no model is",
+            advice="`shardline nodes` shows the Nodes there are. Start one: shardline node --model PATH",
+        )
+    return ShardlineError(
+        "model_not_found",
+        f"the model {name!r} is not served at {gateway.url}; there are: {', '.join(names)}",
+        advice=f"Give --model one of these names, or leave it out for {names[0]}.",
+    )
 
 
 class Conversation:
@@ -85,6 +105,14 @@ class Conversation:
             "stream_options": {"include_usage": True, "include_telemetry": True},
             **self._sampling,
         }
+        try:
+            return self._streamed(asked, body, view)
+        except ShardlineError as error:
+            raise unknown_model(self._gateway, self.model) if error.code == "model_not_found" else error from None
+
+    def _streamed(
+        self, asked: list[dict[str, str]], body: dict[str, Any], view: Any
+    ) -> tuple[str, dict[str, Any] | None]:
         text = ""
         last: dict[str, Any] | None = None
         for chunk in self._gateway.stream("/v1/chat/completions", body):

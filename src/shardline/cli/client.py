@@ -24,6 +24,31 @@ STREAM_SILENCE_S = 60.0
 """A Gateway writes at least a comment line every few seconds; a stream that is silent for so long is dead."""
 
 
+ADVICE = {
+    ("Gateway", "unauthorized"): "Set SHARDLINE_API_KEY to one of the keys of this Gateway (its --api-keys FILE).",
+    ("Tracker", "unauthorized"): "Name the credential of that cluster: shardline --credential-file FILE …",
+    ("Gateway", "session_not_found"): "`shardline sessions` lists those that this key may see; records expire.",
+    ("Gateway", "queue_full"): "Many requests wait already. Ask again in {pause}, or add Nodes.",
+    ("Gateway", "capacity"): "All routes are full. Ask again in {pause}, or add Nodes.",
+    ("Gateway", "kv_exhausted"): "Ask again in {pause}, or for fewer tokens (--max-tokens).",
+    (
+        "Gateway",
+        "shard_unready",
+    ): "A Node loads its layers. Ask again in {pause}; `shardline nodes` shows how far it is.",
+    ("Gateway", "context_length_exceeded"): "Shorten the message (in a conversation: /new), or lower --max-tokens.",
+    ("Gateway", "model_unavailable"): "`shardline nodes` shows which layers there are; start Nodes for the others.",
+    ("Gateway", "text_unavailable"): "No Node with the first layers answers: `shardline nodes` shows which there are.",
+    (
+        "Gateway",
+        "node_lost",
+    ): "Ask again: it takes another route, if there is one. `shardline nodes` shows what is left.",
+    ("Gateway", "tracker_unreachable"): "The Gateway does not reach its Tracker: start that one again.",
+    ("Gateway", "not_found"): "This Gateway is of another version of Shardline: run the same on both sides.",
+    ("Tracker", "not_found"): "This Tracker is of another version of Shardline: run the same on both sides.",
+}
+"""(who answered, code) -> what to do at a terminal; `{pause}` is the time that the answer names."""
+
+
 class Endpoint:
     """One process that answers HTTP: the Gateway or the Tracker, as `who` says in messages."""
 
@@ -53,7 +78,7 @@ class Endpoint:
                     return
                 event = self._decoded(data)
                 if "error" in event:
-                    raise from_body(event["error"])
+                    raise for_a_person(from_body(event["error"]), self.who)
                 yield event
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
@@ -87,7 +112,10 @@ class Endpoint:
             yield response
         except TimeoutError:
             raise ShardlineError(
-                "deadline", f"the {self.who} at {self.url} was silent for {silence_s:.0f} s", limit="answer"
+                "deadline",
+                f"the {self.who} at {self.url} was silent for {silence_s:.0f} s",
+                advice=f"Look whether it hangs: the log of the {self.who} says what it does. Then try again.",
+                limit="answer",
             ) from None
         except (http.client.HTTPException, OSError) as error:
             raise self._broken(str(error) or type(error).__name__) from None
@@ -97,18 +125,29 @@ class Endpoint:
                 response.close()
             connection.close()
 
+    @property
+    def _code(self) -> str:
+        return "tracker_unreachable" if self.who == "Tracker" else "gateway_unreachable"
+
     def _unreachable(self, error: OSError) -> ShardlineError:
-        code = "tracker_unreachable" if self.who == "Tracker" else "gateway_unreachable"
-        return ShardlineError(code, f"no {self.who} answers at {self.url}: {error.strerror or error}")
+        flag = self.who.lower()
+        return ShardlineError(
+            self._code,
+            f"no {self.who} answers at {self.url}: {error.strerror or error}",
+            advice=f"Start a cluster here (shardline up MODEL), or name the {self.who} that you mean: --{flag} URL",
+        )
 
     def _broken(self, why: str) -> ShardlineError:
-        code = "tracker_unreachable" if self.who == "Tracker" else "gateway_unreachable"
-        return ShardlineError(code, f"the connection to the {self.who} at {self.url} failed: {why}")
+        return ShardlineError(
+            self._code,
+            f"the connection to the {self.who} at {self.url} failed: {why}",
+            advice=f"Look whether the {self.who} still runs and what its log says, then try again.",
+        )
 
     def _refused(self, response: http.client.HTTPResponse) -> ShardlineError:
         raw = response.read(_BODY_LIMIT)
         try:
-            return from_body(json.loads(raw)["error"])
+            return for_a_person(from_body(json.loads(raw)["error"]), self.who)
         except (ValueError, KeyError, TypeError):
             return self._foreign(f"status {response.status} without an error object")
 
@@ -119,5 +158,20 @@ class Endpoint:
             raise self._foreign("an answer that is not JSON") from None
 
     def _foreign(self, what: str) -> ShardlineError:
-        code = "tracker_unreachable" if self.who == "Tracker" else "gateway_unreachable"
-        return ShardlineError(code, f"what answers at {self.url} is no Shardline {self.who}: {what}")
+        return ShardlineError(
+            self._code,
+            f"what answers at {self.url} is no Shardline {self.who}: {what}",
+            advice=f"Another program listens there. Name the {self.who} that you mean: --{self.who.lower()} URL",
+        )
+
+
+def for_a_person(error: ShardlineError, who: str) -> ShardlineError:
+    """The same error, its advice for somebody at a terminal where the catalogue speaks to a program."""
+    advice = ADVICE.get((who, error.code))
+    if advice is None:
+        return error
+    pause = error.details.get("retry_after")
+    waited = f"{pause:g} s" if isinstance(pause, int | float) else "a little"
+    return ShardlineError(
+        error.code, error.message, param=error.param, advice=advice.format(pause=waited), **error.details
+    )

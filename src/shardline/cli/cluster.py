@@ -9,14 +9,14 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardline.cli.invocation import Invocation, pass_invocation
+from shardline.cli.invocation import Invocation, environment, pass_invocation
 from shardline.cli.roles import ENGINE_HELP, ENGINES
 from shardline.cli.values import LayerRanges, check_cover, split_evenly
 
@@ -46,31 +46,52 @@ class Plan:
     """Layers of each Node; none: no Nodes are started."""
     node_arguments: tuple[str, ...] = ()
     """Flags that all Nodes get."""
+    node_flags_given: tuple[str, ...] = ()
+    """Those of them that a person gave."""
+
+    def words(self, command: str) -> str:
+        """The cluster in a few words: `up model.gguf`."""
+        return f"{command} {self.model.name}" if self.model else command
 
 
-def tracker_part(plan: Plan, shared: list[str]) -> Part:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalFlags:
+    """What stands in front of the command of every part."""
+
+    given: list[str]
+    """As a person gave them."""
+    added: list[str]
+    """Ours."""
+
+    @property
+    def all(self) -> list[str]:
+        return [*self.given, *self.added]
+
+
+def tracker_part(plan: Plan, flags: GlobalFlags) -> Part:
     from shardline.cli.supervisor import Part
 
-    return Part("tracker", (*shared, "tracker", "--port", str(plan.tracker_port)), TRACKER_WAVE)
+    return Part("tracker", (*flags.all, "tracker", "--port", str(plan.tracker_port)), TRACKER_WAVE)
 
 
-def gateway_part(plan: Plan, shared: list[str], tracker_url: str) -> Part:
+def gateway_part(plan: Plan, flags: GlobalFlags, tracker_url: str) -> Part:
     from shardline.cli.supervisor import Part
 
-    arguments = [*shared, "gateway", "--tracker", tracker_url, "--host", plan.host, "--port", str(plan.port)]
+    arguments = [*flags.all, "gateway", "--tracker", tracker_url, "--host", plan.host, "--port", str(plan.port)]
     arguments += ["--api-keys", plan.api_keys_file] if plan.api_keys_file else []
     arguments += ["--insecure-plain-http"] if plan.insecure_plain_http else []
     return Part("gateway", tuple(arguments), GATEWAY_WAVE)
 
 
-def node_parts(plan: Plan, shared: list[str], tracker_url: str) -> list[Part]:
+def node_parts(plan: Plan, flags: GlobalFlags, tracker_url: str) -> list[Part]:
     from shardline.cli.supervisor import Part
 
     parts = []
     for number, (first, last) in enumerate(plan.ranges, 1):
-        arguments = [*shared, "node", "--model", str(plan.model), "--tracker", tracker_url]
-        arguments += ["--layers", f"{first}:{last}", *plan.node_arguments]
-        parts.append(Part(f"node-{number}", tuple(arguments), NODE_WAVE))
+        node = ("node", "--model", str(plan.model), "--tracker", tracker_url, "--layers", f"{first}:{last}")
+        arguments = (*flags.all, *node, *plan.node_arguments)
+        by_hand = (*flags.given, *node, *plan.node_flags_given)
+        parts.append(Part(f"node-{number}", arguments, NODE_WAVE, by_hand))
     return parts
 
 
@@ -83,10 +104,23 @@ class Cluster:
         self._say = say
         self._nodes: list[Child] = []
         self._gateway: Child | None = None
+        self._tracker: Child | None = None
+        self._flags = GlobalFlags(given=[], added=[])
         self.gateway_url = ""
         self.tracker_url = ""
+        self.before: list[str] = []
+        """Flags that a command needs in front to find this cluster."""
+        self.is_only_one = True
+        """On this machine, as it was when it became ready."""
         self.api_key = ""
         """One that the Gateway takes, if it asks for any."""
+
+    @property
+    def urls_to_name(self) -> tuple[str, str]:
+        """What stands behind a command that asks the Gateway, and the Tracker, so that it finds this cluster."""
+        if self.is_only_one:
+            return "", ""
+        return f" --gateway {self.gateway_url}", f" --tracker {self.tracker_url}"
 
     @property
     def endpoint(self) -> Endpoint:
@@ -94,31 +128,58 @@ class Cluster:
 
         return Endpoint("Gateway", self.gateway_url, self.api_key)
 
-    def start(self, configuration: Configuration, shared: list[str]) -> None:
+    def start(self, configuration: Configuration, flags: GlobalFlags) -> None:
         """Start everything, and return when all of it serves."""
         supervisor, plan = self._supervisor, self._plan
         self.api_key = next(iter(configuration.api_keys()), "")
-        tracker = supervisor.start(tracker_part(plan, shared))
+        self._flags = flags
+        tracker = self._tracker = supervisor.start(tracker_part(plan, flags))
         supervisor.until_ready([tracker], within_s=START_S)
         self.tracker_url = str(tracker.url)
-        gateway = self._gateway = supervisor.start(gateway_part(plan, shared, self.tracker_url))
-        self._nodes = [supervisor.start(part) for part in node_parts(plan, shared, self.tracker_url)]
+        gateway = self._gateway = supervisor.start(gateway_part(plan, flags, self.tracker_url))
+        self._nodes = [supervisor.start(part) for part in node_parts(plan, flags, self.tracker_url)]
         supervisor.until_ready([gateway], within_s=START_S)
         supervisor.until_ready(self._nodes, within_s=configuration.settings.worker_start_s)
         self.gateway_url = str(gateway.url)
 
     def watch(self) -> None:
-        """Report each part that ends; return only by the error that nothing can be served any more."""
+        """Report each part that ends; return only by the error that the API itself has gone.
+
+        Without a Node, or a Tracker, the Gateway still answers: with what is missing, until it is back.
+        """
         from shardline.cli.supervisor import death
 
         dead: list[Child] = []
         while True:
             child = self._supervisor.next_death(dead)
             dead.append(child)
-            if child is self._gateway or (self._nodes and all(n in dead for n in self._nodes)):
+            if child is self._gateway:
                 raise death(child)
-            again = shlex.join((command_name(), *child.part.arguments))
-            self._say(f"\n{death(child).message}\nThe rest goes on. To start this part again:\n  {again}")
+            self._say(
+                f"\n{death(child).message}\n{self._consequence(child, dead)}\n"
+                f"To start it again, in another terminal:\n  {shlex.join((command_name(), *self._by_hand(child)))}\n"
+                "Ctrl-C ends everything else."
+            )
+
+    def _consequence(self, child: Child, dead: list[Child]) -> str:
+        if child is self._tracker:
+            return "Running sessions go on; the Gateway answers new requests with 503 until the Tracker is back."
+        ranges = dict(zip(self._nodes, self._plan.ranges, strict=True))
+        first, last = ranges[child]
+        held = {n for c, (low, high) in ranges.items() if c not in dead for n in range(low, high)}
+        missing = ranges_of(n for n in range(first, last) if n not in held)
+        if not missing:
+            return f"Other Nodes have its layers, {first}:{last}, too: requests go on over them."
+        which = "No Node of this command is left. " if len(held) == 0 else ""
+        return f"{which}The Gateway answers requests with 503 until a Node has the layers {missing} again."
+
+    def _by_hand(self, child: Child) -> tuple[str, ...]:
+        """What starts this part again; the Tracker where all others look for it."""
+        if child is not self._tracker:
+            return child.part.by_hand
+        from shardline.transport.addresses import split_url
+
+        return (*self._flags.given, "tracker", "--port", str(split_url(self.tracker_url).port))
 
 
 @click.command()
@@ -154,7 +215,7 @@ def up(
     folder. With --engine scripted it is a script.
     """
     plan = planned(model, nodes, ranges, engine, threads=threads, kv_tokens=kv_tokens, **gateway_flags)
-    run_cluster(invocation, plan, lambda cluster: print_usage(cluster, first_model_of(cluster)))
+    run_cluster(invocation, plan, lambda cluster: print_usage(cluster, first_model_of(cluster)), command="up")
 
 
 @click.command()
@@ -174,9 +235,10 @@ def serve(invocation: Invocation, /, **flags: Any) -> None:
 
     def ready(cluster: Cluster) -> None:
         click.echo(f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}")
-        click.echo(f"Add Nodes: {command_name()} node --tracker {cluster.tracker_url} --model PATH\nCtrl-C ends both.")
+        own = shlex.join((command_name(), *invocation.finding_arguments()))
+        click.echo(f"Add Nodes: {own} node --tracker {cluster.tracker_url} --model PATH\nCtrl-C ends both.")
 
-    run_cluster(invocation, Plan(**flags), ready)
+    run_cluster(invocation, Plan(**flags), ready, command="serve")
 
 
 @click.command()
@@ -202,6 +264,8 @@ def demo(
     """
     from shardline.cli.chat import Conversation, answer
     from shardline.cli.demo_model import demo_model
+    from shardline.cli.live import failure_words
+    from shardline.errors import ShardlineError
 
     plan = planned(model or demo_model(), nodes, None, engine, port=port)
 
@@ -209,13 +273,19 @@ def demo(
         name = first_model_of(cluster)
         click.echo(f"\nAsking {name}: {question}\n")
         conversation = Conversation(cluster.endpoint, name, None, ANSWER)
-        answer(conversation, question)
+        try:
+            answer(conversation, question)
+        except ShardlineError as error:
+            if once:
+                raise
+            # The cluster goes on: what died of it is told next, and how to start that again.
+            click.echo(f"failed: {failure_words(error)}", err=True)
         if once:
             click.echo("\nAsked once, as told; without it the cluster goes on serving.")
         else:
             print_usage(cluster, name)
 
-    run_cluster(invocation, plan, ask, once=once)
+    run_cluster(invocation, plan, ask, command="demo", once=once)
 
 
 def planned(
@@ -236,9 +306,28 @@ def planned(
     count = layer_count(model, engine)
     shared_out = ranges if ranges is not None else split_evenly(count, nodes or 2)
     check_cover(shared_out, count)
-    arguments = ["--engine", engine, "--threads", str(threads or physical_cores())]
-    arguments += ["--kv-tokens", str(kv_tokens)] if kv_tokens is not None else []
-    return Plan(model=model.resolve(), ranges=shared_out, node_arguments=tuple(arguments), **gateway_flags)
+    given = [] if engine == ENGINES[0] else ["--engine", engine]
+    given += [] if threads is None else ["--threads", str(threads)]
+    given += [] if kv_tokens is None else ["--kv-tokens", str(kv_tokens)]
+    added = ["--threads", str(physical_cores())] if threads is None else []
+    return Plan(
+        model=model.resolve(),
+        ranges=shared_out,
+        node_arguments=(*given, *added),
+        node_flags_given=tuple(given),
+        **gateway_flags,
+    )
+
+
+def ranges_of(layers: Iterable[int]) -> str:
+    """`0:3, 7:9` of ascending layers; empty of none."""
+    found: list[list[int]] = []
+    for layer in layers:
+        if found and found[-1][1] == layer:
+            found[-1][1] = layer + 1
+        else:
+            found.append([layer, layer + 1])
+    return ", ".join(f"{first}:{last}" for first, last in found)
 
 
 def physical_cores() -> int:
@@ -249,16 +338,16 @@ def physical_cores() -> int:
 
 
 def run_cluster(
-    invocation: Invocation, plan: Plan, when_ready: Callable[[Cluster], None], *, once: bool = False
+    invocation: Invocation, plan: Plan, when_ready: Callable[[Cluster], None], *, command: str, once: bool = False
 ) -> None:
     """Start, say that it runs, call `when_ready`, then watch until a signal (or end at once); leave nothing behind."""
-    from shardline.cli.invocation import credential_of
-    from shardline.cli.running import Running, new_log_dir
+    from shardline.cli.running import RunningCluster, entered, new_log_dir, running_clusters
     from shardline.cli.startup import StartView
     from shardline.cli.supervisor import Supervisor
 
     configuration = invocation.configuration(api_keys_file=plan.api_keys_file)
-    credential_of(configuration)  # Made here, once, so that no two parts race for it.
+    by_make = command == "demo" and "MAKELEVEL" in environment()
+    check_start(plan, configuration, by_make=by_make)
     notes = {f"node-{i}": f"{first}:{last}" for i, (first, last) in enumerate(plan.ranges, 1)}
     log_dir = new_log_dir(configuration.state_dir)
     click.echo(f"Starting {'a Tracker, a Gateway' if plan.ranges else 'a Tracker and a Gateway'}", nl=False)
@@ -268,20 +357,39 @@ def run_cluster(
     with Supervisor(log_dir, view) as supervisor:
         cluster = Cluster(supervisor, plan, lambda words: click.echo(words, err=True))
         try:
-            cluster.start(configuration, shared_arguments(invocation, configuration))
+            cluster.start(configuration, global_flags(invocation, configuration))
         finally:
             view.close()
-        with Running(configuration.state_dir, gateway=cluster.gateway_url, tracker=cluster.tracker_url):
+        entry = RunningCluster(
+            pid=os.getpid(), gateway=cluster.gateway_url, tracker=cluster.tracker_url, what=plan.words(command)
+        )
+        with entered(configuration.state_dir, entry):
+            cluster.before = invocation.finding_arguments()
+            cluster.is_only_one = len(running_clusters(configuration.state_dir)) == 1
             when_ready(cluster)
             if not once:
                 cluster.watch()
     click.echo("Ended; nothing is left running.")
 
 
-def shared_arguments(invocation: Invocation, configuration: Configuration) -> list[str]:
-    """Global flags of every part. Whoever presses Ctrl-C here wants an end, not a drain, unless a setting says so."""
-    arguments = invocation.child_arguments()
-    return [*arguments, "--set", "drain_s=1"] if configuration.sources["drain_s"] == "default" else arguments
+def check_start(plan: Plan, configuration: Configuration, *, by_make: bool = False) -> None:
+    """What can be known to fail is told before a process is started: no room for state, no free port, no key."""
+    from shardline.cli.invocation import credential_of
+    from shardline.cli.port import check_port
+    from shardline.cli.roles import gateway_keys
+    from shardline.cli.state import check_room
+
+    check_room(configuration.state_dir)
+    credential_of(configuration)  # Made here, once, so that no two parts race for it.
+    gateway_keys(plan.host, plan.insecure_plain_http, configuration)
+    check_port(plan.host, plan.port, "--port", configuration.clusters, by_make=by_make)
+    check_port("127.0.0.1", plan.tracker_port, "--tracker-port", configuration.clusters)
+
+
+def global_flags(invocation: Invocation, configuration: Configuration) -> GlobalFlags:
+    """Of every part. Whoever presses Ctrl-C here wants an end, not a drain, unless a setting says so."""
+    added = ["--set", "drain_s=1"] if configuration.sources["drain_s"] == "default" else []
+    return GlobalFlags(given=invocation.child_arguments(), added=added)
 
 
 def first_model_of(cluster: Cluster) -> str:
@@ -312,11 +420,12 @@ def command_name() -> str:
 
 def print_usage(cluster: Cluster, model: str) -> None:
     """What one can do now, as lines that work when they are copied."""
-    name = command_name()
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
     key = " -H 'Authorization: Bearer A-KEY-OF-YOURS'" if cluster.api_key else ""
+    own, (gateway, tracker) = shlex.join((command_name(), *cluster.before)), cluster.urls_to_name
     click.echo(
         f"\nThe OpenAI API is at {cluster.gateway_url}/v1\n"
         f"  curl -N {cluster.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
-        f"In another terminal: {name} chat, {name} nodes, {name} sessions\nCtrl-C ends everything."
+        f"In another terminal:\n  {own} chat{gateway}\n  {own} nodes{tracker}\n  {own} sessions{gateway}\n"
+        "Ctrl-C ends everything."
     )

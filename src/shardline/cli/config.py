@@ -8,17 +8,16 @@ Shown by tests/cli/test_config.py.
 from __future__ import annotations
 
 import difflib
-import json
 import math
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from shardline.cli.running import RunningCluster, ambiguous, running_clusters
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 
@@ -26,8 +25,6 @@ PREFIX = "SHARDLINE_"
 CONFIG_VARIABLE = "SHARDLINE_CONFIG"
 CREDENTIAL_FILE = "credential"
 """Name in the state folder."""
-RUNNING_FILE = "running.json"
-"""In the state folder: where the cluster listens that `up`, `demo` or `serve` runs here."""
 
 
 class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,6 +70,14 @@ class Configuration:
     places: Places
     sources: Mapping[str, str]
     """Key -> where its value came from, for every key."""
+    clusters: Sequence[RunningCluster] = ()
+    """Those that run on this machine with this state folder."""
+
+    def url(self, place: Literal["gateway", "tracker"]) -> str:
+        """Where the Gateway or the Tracker is; `cluster_ambiguous` where nobody said and several could be meant."""
+        if self.sources[place] == "default" and len(self.clusters) > 1:
+            raise ambiguous(place, self.clusters)
+        return str(getattr(self.places, place))
 
     @property
     def state_dir(self) -> Path:
@@ -177,15 +182,13 @@ def default_layer(environ: Mapping[str, str]) -> Layer:
     )
 
 
-def running_layer(state_dir: Path) -> Layer:
-    """URLs of the cluster that runs on this machine, so that commands find it without a flag; empty where none does."""
-    try:
-        running = json.loads((state_dir / RUNNING_FILE).read_text(encoding="utf-8"))
-        process, values = int(running["pid"]), {k: str(running[k]) for k in ("tracker", "gateway")}
-        os.kill(process, 0)
-    except (OSError, ValueError, KeyError, TypeError):
+def running_layer(clusters: Sequence[RunningCluster]) -> Layer:
+    """URLs of the cluster that runs on this machine, so that commands need no flag; empty unless there is just one."""
+    if len(clusters) != 1:
         return Layer({}, {}, strict=True)
-    return Layer(values, dict.fromkeys(values, f"cluster run by process {process}"), strict=True)
+    (only,) = clusters
+    values = {"tracker": only.tracker, "gateway": only.gateway}
+    return Layer(values, dict.fromkeys(values, f"cluster run by process {only.pid}"), strict=True)
 
 
 def merge(layers: Sequence[Layer]) -> Configuration:
@@ -223,7 +226,8 @@ def resolve(
         layers.append(file_layer(path))
     layers += [environment_layer(environ), flag_layer(flags, assignments)]
     found = merge(layers)
-    return merge([layers[0], running_layer(found.state_dir), *layers[1:]])
+    clusters = running_clusters(found.state_dir)
+    return replace(merge([layers[0], running_layer(clusters), *layers[1:]]), clusters=tuple(clusters))
 
 
 def _check_url(key: str, value: str, where: str) -> None:

@@ -47,16 +47,26 @@ class Invocation:
                 arguments += [f"--{name.replace('_', '-')}", value]
         return arguments
 
+    def finding_arguments(self) -> list[str]:
+        """Those of them without which another command would not find what this one runs."""
+        named = {
+            "--config": self.config,
+            **{f"--{n.replace('_', '-')}": self.flags.get(n) for n in ("state_dir", "credential_file")},
+        }
+        return [word for flag, value in named.items() if value is not None for word in (flag, value)]
+
 
 pass_invocation = click.make_pass_decorator(Invocation)
 
 
 def credential_of(configuration: Configuration) -> str:
     """The cluster credential: of the file that is named, else of the state folder, where the first process makes it."""
+    from shardline.cli.state import check_room_for
     from shardline.transport.credentials import existing_credential, made_credential
 
     if configuration.places.credential_file:
         return existing_credential(configuration.credential_path)
+    check_room_for(configuration.credential_path)
     return made_credential(configuration.credential_path)
 
 
@@ -70,11 +80,11 @@ def tracker_of(configuration: Configuration) -> Endpoint:
     from shardline.cli.client import Endpoint
 
     known = configuration.credential_path.exists() or configuration.places.credential_file
-    return Endpoint("Tracker", configuration.places.tracker, credential_of(configuration) if known else "")
+    return Endpoint("Tracker", configuration.url("tracker"), credential_of(configuration) if known else "")
 
 
 def gateway_of(configuration: Configuration) -> Endpoint:
     """The Gateway, with the API key if there is one."""
     from shardline.cli.client import Endpoint
 
-    return Endpoint("Gateway", configuration.places.gateway, configuration.places.api_key)
+    return Endpoint("Gateway", configuration.url("gateway"), configuration.places.api_key)

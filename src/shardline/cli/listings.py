@@ -14,7 +14,9 @@ from typing import Any
 import click
 
 from shardline.cli.invocation import Invocation, gateway_of, pass_invocation, tracker_of
+from shardline.errors import ShardlineError
 
+wide_option = click.option("-w", "--wide", is_flag=True, help="More columns than fit into 80 characters.")
 as_json_option = click.option("--json", "as_json", is_flag=True, help="The whole answer, as JSON.")
 
 
@@ -46,17 +48,52 @@ def _show(as_json: bool, answer: Any, text: str) -> None:
 @click.command()
 @click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
 @as_json_option
+@wide_option
 @pass_invocation
-def nodes(invocation: Invocation, tracker_url: str | None, as_json: bool) -> None:
+def nodes(invocation: Invocation, tracker_url: str | None, as_json: bool, wide: bool) -> None:
     """List the Nodes, their layers and state."""
     answer = tracker_of(invocation.configuration(tracker=tracker_url)).get("/v1/nodes")
-    _show(as_json, answer, nodes_text(answer["nodes"]))
+    _show(as_json, answer, nodes_text(answer["nodes"], wide=wide))
 
 
-def nodes_text(listed: Sequence[dict[str, Any]]) -> str:
-    """One line a Shard; a Node without one still has a line."""
+def nodes_text(listed: Sequence[dict[str, Any]], *, wide: bool = False) -> str:
+    """One line a Shard; a Node without one still has a line. `wide`: every column, in one table."""
     if not listed:
         return "No Nodes. Start one: shardline node --model PATH"
+    return _all_of_nodes(listed) if wide else _most_of_nodes(listed)
+
+
+def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
+    """What fits into 80 columns: a table for each model and engine class, and below it why a Shard is not ready."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    reasons = []
+    for node in listed:
+        kv = node.get("kv") or {}
+        for shard in node.get("shards") or [{}]:
+            state, reason = state_of(node, shard)
+            reasons += [f"{node['id']} is {state}: {reason}"] if reason else []
+            engine = (node.get("engine") or {}).get("engine_class") or "no engine yet"
+            tables.setdefault(f"{shard.get('model') or 'no model yet'}, {engine}", []).append(
+                (
+                    node["id"],
+                    f"{shard['first']}:{shard['last']}" if "first" in shard else "–",
+                    state,
+                    share(kv.get("used_tokens"), kv.get("capacity_tokens")),
+                    str(kv.get("sessions", 0)),
+                    node.get("url", "–").removeprefix("http://"),
+                )
+            )
+    header = ("NODE", "LAYERS", "STATE", "KV USED", "SESSIONS", "ADDRESS")
+    texts = [f"{title}\n{columns(header, rows)}" for title, rows in tables.items()]
+    return "\n\n".join([*texts, *(["\n".join(reasons)] if reasons else [])])
+
+
+def share(part: int | None, whole: int | None) -> str:
+    """`12 %`; a dash where there is no whole."""
+    return f"{100 * (part or 0) / whole:.0f} %" if whole else "–"
+
+
+def _all_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
     rows = []
     for node in listed:
         kv = node.get("kv") or {}
@@ -67,7 +104,7 @@ def nodes_text(listed: Sequence[dict[str, Any]]) -> str:
                     f"{shard['first']}:{shard['last']}" if "first" in shard else "–",
                     str(shard.get("model", "–")),
                     str((node.get("engine") or {}).get("engine_class", "–")),
-                    node_state(node, shard),
+                    _with_reason(*state_of(node, shard)),
                     f"{kv.get('used_tokens', 0)}/{kv.get('capacity_tokens', 0)}",
                     str(kv.get("sessions", 0)),
                     size(node.get("rss_bytes")),
@@ -80,11 +117,14 @@ def nodes_text(listed: Sequence[dict[str, Any]]) -> str:
     return columns(header, rows)
 
 
-def node_state(node: dict[str, Any], shard: dict[str, Any]) -> str:
-    """The Tracker's word on the Node where it is in no route, else the Shard's own, each with its reason."""
+def state_of(node: dict[str, Any], shard: dict[str, Any]) -> tuple[str, str]:
+    """The Tracker's word on the Node where it is in no route, else the Shard's own, each with its reason or ""."""
     of = node if node.get("state", "ready") != "ready" else shard
-    reason = f" ({of['reason']})" if of.get("reason") else ""
-    return f"{of.get('state', '–')}{reason}"
+    return str(of.get("state") or "–"), str(of.get("reason") or "")
+
+
+def _with_reason(state: str, reason: str) -> str:
+    return f"{state} ({reason})" if reason else state
 
 
 @click.command()
@@ -92,8 +132,11 @@ def node_state(node: dict[str, Any], shard: dict[str, Any]) -> str:
 @click.option("--cancel", is_flag=True, help="End SESSION; its KV is freed on all Nodes.")
 @click.option("--gateway", "gateway_url", metavar="URL", help="The Gateway [default: the one of this machine].")
 @as_json_option
+@wide_option
 @pass_invocation
-def sessions(invocation: Invocation, session: str | None, cancel: bool, gateway_url: str | None, as_json: bool) -> None:
+def sessions(
+    invocation: Invocation, /, session: str | None, cancel: bool, gateway_url: str | None, as_json: bool, wide: bool
+) -> None:
     """List the Route Sessions, or show SESSION.
 
     Newest first; those of this API key. With SESSION: the whole account of one, the bytes over each Seam too.
@@ -109,7 +152,7 @@ def sessions(invocation: Invocation, session: str | None, cancel: bool, gateway_
         _show(as_json, answer, session_text(answer))
     else:
         answer = gateway.get("/v1/route-sessions")
-        _show(as_json, answer, sessions_text(answer["sessions"], time.time()))
+        _show(as_json, answer, sessions_text(answer["sessions"], time.time(), wide=wide))
 
 
 def _quoted(identifier: str) -> str:
@@ -118,7 +161,8 @@ def _quoted(identifier: str) -> str:
     return quote(identifier, safe="")
 
 
-def sessions_text(listed: Sequence[dict[str, Any]], now: float) -> str:
+def sessions_text(listed: Sequence[dict[str, Any]], now: float, *, wide: bool = False) -> str:
+    """One line a session, in 80 columns; `wide`: with the model, and the route hop by hop."""
     if not listed:
         return "No Route Sessions."
     from shardline.cli.live import number, route_line
@@ -129,16 +173,16 @@ def sessions_text(listed: Sequence[dict[str, Any]], now: float) -> str:
         rows.append(
             (
                 event["id"],
-                event["phase"] + (f" ({failure['code']})" if failure.get("code") else ""),
-                event["model"],
                 f"{event['prefill']['done']}/{event['prefill']['total']}",
                 str(event["decode"]["tokens"]),
                 number(event["decode"].get("tokens_per_s")),
                 f"{max(0.0, now - event['created']):.0f} s",
-                route_line(event),
+                _with_reason(event["phase"], failure.get("code") or ""),
+                *((event["model"], route_line(event)) if wide else ()),
             )
         )
-    return columns(("SESSION", "PHASE", "MODEL", "PROMPT", "TOKENS", "TOKENS/S", "AGE", "ROUTE"), rows)
+    header = ("SESSION", "PROMPT", "TOKENS", "TOKENS/S", "AGE", "PHASE", *(("MODEL", "ROUTE") if wide else ()))
+    return columns(header, rows)
 
 
 def session_text(event: dict[str, Any]) -> str:
@@ -170,7 +214,15 @@ def routes() -> None:
 def explain(invocation: Invocation, model: str, tracker_url: str | None, as_json: bool) -> None:
     """Say which route MODEL gets now, and why each candidate was or was not taken."""
     tracker = tracker_of(invocation.configuration(tracker=tracker_url))
-    answer = tracker.get(f"/v1/routes/explain?model={_quoted(model)}")
+    try:
+        answer = tracker.get(f"/v1/routes/explain?model={_quoted(model)}")
+    except ShardlineError as error:
+        if error.code != "model_not_found":
+            raise
+        names = sorted({str(known["model"]) for known in tracker.get("/v1/models")["models"]})
+        there = f"; there are: {', '.join(names)}" if names else "; no Node serves any"
+        advice = "Ask for one of these names." if names else "Start a Node: shardline node --model PATH"
+        raise ShardlineError(error.code, error.message + there, param="model", advice=advice) from None
     _show(as_json, answer, explain_text(answer))
 
 

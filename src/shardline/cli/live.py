@@ -6,6 +6,9 @@ a terminal, and plain lines elsewhere. It asks nobody for anything. Shown by tes
 
 from __future__ import annotations
 
+import os
+import re
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TextIO
@@ -14,7 +17,32 @@ from shardline.errors import ShardlineError
 
 _BAR = 24
 _LINE_INTERVAL_S = 0.5
+_LABEL = 8
+_GAP = "  "
+_BREAKS = re.compile(rf"({_GAP}|(?<=→) )")
+"""Between the parts of a line: where it is broken first, if it must be."""
 ENDED = ("completed", "failed", "cancelled")
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """`line` in rows of `width` characters, broken between its parts, else between words; a longer word stays whole."""
+    first, *rest = _BREAKS.split(line)
+    rows = [first]
+    for gap, part in zip(rest[::2], rest[1::2], strict=True):
+        if len(rows[-1]) + len(gap) + len(part) <= width:
+            rows[-1] += gap + part
+        else:
+            rows.append(part)
+    words = [textwrap.wrap(row, max(1, width), break_long_words=False, break_on_hyphens=False) for row in rows]
+    return [row for broken in words for row in broken] or [""]
+
+
+def labelled(label: str, line: str, width: int | None) -> str:
+    """`label` and `line`, its further rows below the first; without a width in one row."""
+    rows = line.split("\n")
+    if width is not None:
+        rows = [part for row in rows for part in wrapped(row.strip(), width - _LABEL - 1)]
+    return f"\n{'':{_LABEL}} ".join((f"{label:{_LABEL}} {rows[0]}", *rows[1:]))
 
 
 def number(value: float | None, unit: str = "", digits: int = 1) -> str:
@@ -48,7 +76,7 @@ def hop_line(hop: dict[str, Any]) -> str:
 
 def prefill_line(event: dict[str, Any]) -> str:
     done, total = event["prefill"]["done"], event["prefill"]["total"]
-    return f"{bar(done, total)} {done}/{total} tokens"
+    return f"{bar(done, total)}{_GAP}{done}/{total} tokens"
 
 
 def decode_line(event: dict[str, Any]) -> str:
@@ -62,7 +90,7 @@ def decode_line(event: dict[str, Any]) -> str:
 def failure_words(failure: dict[str, Any] | ShardlineError) -> str:
     """What happened and what to do, in two sentences; from an error object or an error."""
     if isinstance(failure, ShardlineError):
-        return f"{failure.message} ({failure.code})\n  What to do: {failure.fault.advice}"
+        return f"{failure.message} ({failure.code})\n  What to do: {failure.advice}"
     advice = f"\n  What to do: {failure['advice']}" if failure.get("advice") else ""
     return f"{failure.get('message', 'failed')} ({failure.get('code', 'unknown')}){advice}"
 
@@ -89,6 +117,14 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
+def width_of(stream: TextIO) -> int | None:
+    """Columns of the terminal that `stream` is; None where it is none."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else None
+    except (OSError, ValueError):
+        return None
+
+
 class LineView:
     """The answer to one stream as it comes, the account to another, a line for each thing that is new."""
 
@@ -111,14 +147,14 @@ class LineView:
         self._last = event
         phase, route = event["phase"], route_line(event)
         if phase != self._phase and phase not in ENDED:
-            self._say(f"{phase:8} {route}")
+            self._say(phase, route)
         elif route != self._route:
-            self._say(f"{'route':8} {route}")
+            self._say("route", route)
         self._phase, self._route = phase, route
         now = self._clock()
         if phase == "prefill" and now - self._last_progress >= _LINE_INTERVAL_S:
             self._last_progress = now
-            self._say(f"{'prefill':8} {prefill_line(event)}")
+            self._say("prefill", prefill_line(event))
 
     def close(self) -> None:
         if self._open_line:
@@ -127,12 +163,12 @@ class LineView:
             self._open_line = False
         if self._last is not None:
             for label, line in block(self._last):
-                self._say(f"{label:8} {line}")
+                self._say(label, line)
 
-    def _say(self, line: str) -> None:
+    def _say(self, label: str, line: str) -> None:
         # Both may go to one place (a log of CI): the account must not cut the answer into pieces.
         if not self._open_line:
-            self._account.write(line + "\n")
+            self._account.write(labelled(label, line, width_of(self._account)) + "\n")
             self._account.flush()
 
 
@@ -167,18 +203,19 @@ class TerminalView:
         from rich.text import Text
 
         room = max(3, self._console.size.height - 12)
-        wrapped = Text(self._text).wrap(self._console, self._console.size.width)
-        return Group(*wrapped[-room:], self._account())
+        answer = Text(self._text).wrap(self._console, self._console.size.width)
+        return Group(*answer[-room:], self._account())
 
     def _account(self) -> Any:
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
+        width = self._console.size.width
+        account = Text(overflow="fold", end="")
         rows: Sequence[tuple[str, str]] = [("phase", "sent")] if self._event is None else block(self._event)
         for label, line in rows:
             style = {"failure": "red", "phase": "bold"}.get(label, "")
-            table.add_row(label, Text(line, style=style))
-        return table
+            shown = labelled(label, line, width)
+            account.append("\n" if account else "")
+            account.append(shown[:_LABEL], style="dim")
+            account.append(shown[_LABEL:], style=style)
+        return account

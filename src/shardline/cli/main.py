@@ -19,7 +19,7 @@ from shardline.cli.listings import config, nodes, routes, sessions
 from shardline.cli.roles import gateway, node, tracker
 from shardline.errors import ShardlineError
 
-USAGE_CODES = frozenset({"setting_invalid", "insecure_listener"})
+USAGE_CODES = frozenset({"setting_invalid", "insecure_listener", "cluster_ambiguous"})
 
 
 class _InOrder(click.Group):
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ShardlineError as error:
         if "--debug" in given:
             raise
-        print(f"shardline: {error.message}\n  What to do: {error.fault.advice}", file=sys.stderr)
+        print(f"shardline: {error.message}\n  What to do: {error.advice}", file=sys.stderr)
         sys.exit(2 if error.code in USAGE_CODES else 1)
     except Exception as error:  # The last boundary: a person gets a sentence, `--debug` the traceback.
         if "--debug" in given:

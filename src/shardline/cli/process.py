@@ -45,7 +45,7 @@ class Announcer:
     def failed(self, error: ShardlineError) -> None:
         """The last word to a supervisor; a person gets it on stderr."""
         if self.supervised:
-            facts = {"code": error.code, "message": error.message, "advice": error.fault.advice}
+            facts = {"code": error.code, "message": error.message, "advice": error.advice}
             _write(json.dumps({"phase": "failed", **facts}))
 
     def _is_news(self, facts: dict[str, str | int]) -> bool:

@@ -18,6 +18,8 @@ from shardline.errors import ShardlineError
 from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
 
 ENGINES = ("torch", "scripted")
+TRACKER_KEY = "tracker.key"
+"""Name in the state folder."""
 ENGINE_HELP = "What computes; `scripted` runs no model, for tests."
 Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions)
 
@@ -64,7 +66,7 @@ def tracker(invocation: Invocation, host: str, port: int, insecure_plain_http: b
             credential=credential_of(configuration),
             state_dir=configuration.state_dir,
             insecure_plain_http=insecure_plain_http,
-            key_path=key_path,
+            key_path=_with_room(key_path or configuration.state_dir / TRACKER_KEY),
             announce=announce,
         ),
         run,
@@ -98,12 +100,12 @@ def gateway(
         configuration,
         lambda announce: GatewayOptions(
             settings=configuration.settings,
-            tracker_url=configuration.places.tracker,
+            tracker_url=configuration.url("tracker"),
             host=host,
             port=port,
             credential=credential_of(configuration),
             state_dir=configuration.state_dir,
-            api_keys=configuration.api_keys(),
+            api_keys=gateway_keys(host, insecure_plain_http, configuration),
             insecure_plain_http=insecure_plain_http,
             announce=announce,
         ),
@@ -150,6 +152,7 @@ def node(
     layers: tuple[int, int] | None,
     host: str,
     insecure_plain_http: bool,
+    identity_path: Path | None,
     **given: Any,
 ) -> None:
     """Run a Node: some layers of a model.
@@ -166,7 +169,7 @@ def node(
         configuration,
         lambda announce: NodeOptions(
             settings=configuration.settings,
-            tracker_url=configuration.places.tracker,
+            tracker_url=configuration.url("tracker"),
             host=host,
             credential=credential_of(configuration),
             state_dir=configuration.state_dir,
@@ -175,10 +178,30 @@ def node(
             insecure_plain_http=insecure_plain_http,
             announce=announce,
             environment=environment(),
+            identity_path=None if identity_path is None else _with_room(identity_path),
             **given,
         ),
         run,
     )
+
+
+def _with_room(path: Path) -> Path:
+    """`path`, which the role will make where it is not there; raises `state_unwritable` where it could not."""
+    from shardline.cli.state import check_room_for
+
+    check_room_for(path)
+    return path
+
+
+def gateway_keys(host: str, insecure_plain_http: bool, configuration: Configuration) -> tuple[str, ...]:
+    """The keys that clients must send; a Gateway that strangers reach and that asks for none is refused by name."""
+    from shardline.transport.addresses import is_loopback
+
+    keys = configuration.api_keys()
+    if insecure_plain_http and not keys and not is_loopback(host):
+        why = f"{host} can be reached from other machines, and this Gateway would ask nobody for a key"
+        raise ShardlineError("insecure_listener", why, advice="Give --api-keys FILE, or bind to loopback (no --host).")
+    return keys
 
 
 def _run(

@@ -1,54 +1,121 @@
-"""What a running cluster leaves in the state folder: where it listens, and its logs.
+"""What running clusters leave in the state folder: where each listens, and its logs.
 
-Owns `running.json` (config.py reads it, so that commands need no URL) and the folders under `logs/`.
+Owns the folder `running/`, an entry for each cluster of this machine, and the folders under `logs/`. An entry is held
+by a lock of its process, so that one whose process was killed counts for nothing, whoever has its pid now.
 Shown by tests/cli/test_running.py.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import fcntl
 import os
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import BinaryIO, Literal
 
-from shardline.cli.config import RUNNING_FILE
+import msgspec
 
+from shardline.cli.state import made_folder, writing
+from shardline.errors import ShardlineError
+
+FOLDER = "running"
 KEPT_LOGS = 10
 
 
-class Running:
-    """While entered, commands of this machine find this cluster; the last one started wins."""
+class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """One cluster that `up`, `demo` or `serve` runs on this machine."""
 
-    def __init__(self, state_dir: Path, *, gateway: str, tracker: str) -> None:
-        self._path = state_dir / RUNNING_FILE
-        self._content = json.dumps({"pid": os.getpid(), "gateway": gateway, "tracker": tracker})
+    pid: int
+    gateway: str
+    """URL."""
+    tracker: str
+    """URL."""
+    what: str
+    """The command and its model, for people: `up model.gguf`."""
 
-    def __enter__(self) -> Running:
-        # Renamed into place: a reader sees the old file or the new one, never half of one.
-        fresh = self._path.with_name(f"{RUNNING_FILE}.{os.getpid()}")
-        fresh.write_text(self._content, encoding="utf-8")
-        fresh.replace(self._path)
-        return self
+    def __str__(self) -> str:
+        return f"Gateway {self.gateway}, Tracker {self.tracker}: {self.what}, process {self.pid}"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if self._path.read_text(encoding="utf-8") == self._content:
-                self._path.unlink()
-        except OSError:
-            pass
+
+@contextlib.contextmanager
+def entered(state_dir: Path, cluster: RunningCluster) -> Iterator[None]:
+    """While inside, the commands of this machine find `cluster`. Raises `state_unwritable`."""
+    folder = made_folder(state_dir / FOLDER)
+    _sweep(folder)
+    path = folder / f"{time.time_ns()}-{cluster.pid}.json"
+    with writing(path):
+        file = _held_entry(path, msgspec.json.encode(cluster))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        file.close()
+
+
+def _held_entry(path: Path, content: bytes) -> BinaryIO:
+    """A locked file that is renamed into place when it is whole: no reader sees one that is half, or not held yet."""
+    descriptor, fresh = tempfile.mkstemp(dir=path.parent, prefix=".entry-")
+    file = os.fdopen(descriptor, "wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.write(content)
+        file.flush()
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        with contextlib.suppress(OSError):  # closing writes once more what the disk did not take
+            file.close()
+        raise
+    return file
+
+
+def running_clusters(state_dir: Path) -> list[RunningCluster]:
+    """The clusters that run on this machine with this state folder, oldest first."""
+    found = []
+    for path in sorted((state_dir / FOLDER).glob("*.json")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError), path.open("rb") as file:
+            if _is_held(file):
+                found.append(msgspec.json.decode(file.read(), type=RunningCluster))
+    return found
+
+
+def _is_held(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _sweep(folder: Path) -> None:
+    """Drop the entries of clusters that were killed; names are used once, so this takes nobody else's."""
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if not _is_held(file):
+                path.unlink()
+
+
+def ambiguous(place: Literal["gateway", "tracker"], clusters: Sequence[RunningCluster]) -> ShardlineError:
+    """Which one is meant? The candidates, and the flag that names one."""
+    listed = "".join(f"\n    {cluster}" for cluster in clusters)
+    return ShardlineError(
+        "cluster_ambiguous",
+        f"{len(clusters)} clusters run on this machine:{listed}",
+        advice=f"Name the one you mean: --{place} {getattr(clusters[-1], place)}",
+    )
 
 
 def new_log_dir(state_dir: Path) -> Path:
     """A fresh folder for the logs of one cluster; of the old ones the newest `KEPT_LOGS` stay."""
-    logs = state_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    old = sorted(path for path in logs.iterdir() if path.is_dir())
+    logs = made_folder(state_dir / "logs")
+    with writing(logs):
+        old = sorted(path for path in logs.iterdir() if path.is_dir())
     for path in old[: -(KEPT_LOGS - 1)]:
         shutil.rmtree(path, ignore_errors=True)
-    folder = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder.mkdir(mode=0o700)
-    return folder
+    return made_folder(logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
+from shardline.cli.state import made_folder, opened_log
 from shardline.errors import CATALOGUE, ShardlineError
 
 POLL_S = 0.05
@@ -41,6 +42,8 @@ class Part(NamedTuple):
     arguments: tuple[str, ...]
     stop_wave: int = 0
     """Parts of wave 0 are ended first; the next wave follows when they have gone."""
+    by_hand: tuple[str, ...] = ()
+    """What a person types behind `shardline` to start it again."""
 
 
 class Child:
@@ -130,10 +133,15 @@ def death(child: Child) -> ShardlineError:
     """Why a part that should run has ended: its own words where it had any, else its last log lines."""
     code = child.facts.get("code") if child.phase == "failed" else None
     if code in CATALOGUE:
-        return ShardlineError(code, f"{child.part.name}: {child.facts.get('message', '')}", part=child.part.name)
+        message, advice = f"{child.part.name}: {child.facts.get('message', '')}", child.facts.get("advice")
+        return ShardlineError(code, message, advice=advice, part=child.part.name)
     words = f"{child.part.name} {child.how_it_ended()}"
     tail = "".join(f"\n    {line}" for line in child.last_log_lines())
-    return ShardlineError("part_lost", f"{words}; its log, {child.log}, ends with:{tail or ' nothing'}")
+    return ShardlineError(
+        "part_lost",
+        f"{words}; its log, {child.log}, ends with:{tail or ' nothing'}",
+        advice="Read that log for the cause, then run this command again: nothing of it is left running.",
+    )
 
 
 class Supervisor:
@@ -152,7 +160,7 @@ class Supervisor:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Supervisor:
-        self.log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        made_folder(self.log_dir)
         for number in _SIGNALS:
             self._handlers[number] = signal.signal(number, self._on_signal)
         return self
@@ -177,7 +185,7 @@ class Supervisor:
 
     def start(self, part: Part) -> Child:
         log = self.log_dir / f"{part.name}.log"
-        with log.open("ab") as stderr:
+        with opened_log(log) as stderr:
             process = subprocess.Popen(
                 [*self._program, *part.arguments],
                 stdin=subprocess.PIPE,
@@ -210,7 +218,8 @@ class Supervisor:
                 return
             if time.monotonic() > deadline:
                 why = f"{', '.join(waiting)}: not ready within the start limit of {within_s:.0f} s"
-                raise ShardlineError("deadline", f"{why}; logs are in {self.log_dir}", limit="start")
+                advice = "The logs say what they wait for. If it is a large model: shardline --set worker_start_s=900 …"
+                raise ShardlineError("deadline", f"{why}; logs are in {self.log_dir}", advice=advice, limit="start")
             time.sleep(POLL_S)
 
     def next_death(self, known: Iterable[Child]) -> Child:

@@ -62,7 +62,10 @@ def split_evenly(n_layers: int, nodes: int) -> list[tuple[int, int]]:
     """`nodes` contiguous ranges over all layers, sizes differing by at most one, the longer ones first."""
     if not 1 <= nodes <= n_layers:
         raise ShardlineError(
-            "layers_invalid", f"{nodes} Nodes cannot share {n_layers} layers: give 1 to {n_layers}", param="nodes"
+            "layers_invalid",
+            f"{nodes} Nodes cannot share {n_layers} layers: each needs one",
+            param="nodes",
+            advice=f"Give --nodes 1 to {n_layers}.",
         )
     size, longer = divmod(n_layers, nodes)
     ends = [size * i + min(i, longer) for i in range(nodes + 1)]
@@ -74,9 +77,15 @@ def check_cover(ranges: list[tuple[int, int]], n_layers: int) -> None:
     reach = 0
     for first, last in sorted(ranges):
         if last > n_layers:
-            raise ShardlineError("layers_invalid", f"{first}:{last} reaches past the {n_layers} layers of the model")
+            raise _uncovered(f"{first}:{last} reaches past the {n_layers} layers of the model", n_layers)
         if first > reach:
-            raise ShardlineError("layers_invalid", f"no Node has the layers {reach}:{first}")
+            raise _uncovered(f"no Node has the layers {reach}:{first}", n_layers)
         reach = max(reach, last)
     if reach < n_layers:
-        raise ShardlineError("layers_invalid", f"no Node has the layers {reach}:{n_layers}")
+        raise _uncovered(f"no Node has the layers {reach}:{n_layers}", n_layers)
+
+
+def _uncovered(why: str, n_layers: int) -> ShardlineError:
+    example = ",".join(f"{first}:{last}" for first, last in split_evenly(n_layers, min(2, n_layers)))
+    advice = f"Give --layers ranges that together cover 0:{n_layers}, such as {example}; or --nodes alone."
+    return ShardlineError("layers_invalid", why, param="layers", advice=advice)

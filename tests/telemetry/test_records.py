@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
-from shardline.telemetry.records import Record, Records
+from shardline.telemetry.records import Clock, Record, Records
 from shardline.wire.messages import Hop, HopTimes, Route, SeamCount
 
 SETTINGS = Settings(record_limit=5, record_events=8, record_ttl_s=100.0)
@@ -40,8 +40,19 @@ def a_route(hops: int = 2) -> Route:
     )
 
 
-def a_record(prompt: int = 10) -> Record:
-    return Record(key_id="k", model="m", prompt_tokens=prompt, settings=SETTINGS)
+@dataclass
+class Hand:
+    """A clock that is moved by hand."""
+
+    now: float = 1000.0
+    clock: Clock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(unix=lambda: self.now + 1e9, ticks=lambda: self.now)
+
+
+def a_record(prompt: int = 10, hand: Hand | None = None) -> Record:
+    return Record(key_id="k", model="m", prompt_tokens=prompt, settings=SETTINGS, clock=(hand or Hand()).clock)
 
 
 def test_the_first_event_is_there_before_anything_happens() -> None:
@@ -103,15 +114,15 @@ def test_rates_are_finite_or_null(gaps: list[float]) -> None:
 
 
 def test_records_are_bounded_and_running_ones_are_kept() -> None:
-    now = [time.time()]
-    records = Records(SETTINGS, clock=lambda: now[0])
+    hand = Hand()
+    records = Records(SETTINGS, hand.clock)
     running = records.new(key_id="k", model="m", prompt_tokens=1)
     for _ in range(20):
         records.new(key_id="k", model="m", prompt_tokens=1).enter("completed")
     kept = records.list("k")
     assert len(kept) <= SETTINGS.record_limit
     assert running.id in [r["id"] for r in kept]
-    now[0] += SETTINGS.record_ttl_s + 1
+    hand.now += SETTINGS.record_ttl_s + 1
     assert [r["id"] for r in records.list("k")] == [running.id]
 
 
@@ -119,17 +130,129 @@ async def test_a_key_sees_and_cancels_its_own_only() -> None:
     records = Records(SETTINGS)
     record = records.new(key_id="mine", model="m", prompt_tokens=1)
     cancelled: list[str] = []
-    record.cancel = cancelled.append
+
+    def cancel(reason: str) -> None:
+        cancelled.append(reason)
+        record.enter("cancelled")
+
+    record.cancel = cancel
     assert records.list("other") == []
-    for attempt in (lambda: records.get(record.id, "other"), lambda: records.get("rs-none", "mine")):
+    for session, key in ((record.id, "other"), ("rs-none", "mine")):
         with pytest.raises(ShardlineError) as caught:
-            attempt()
+            records.get(session, key)
         assert caught.value.code == "session_not_found"
     with pytest.raises(ShardlineError):
         await records.cancel(record.id, "other")
     assert cancelled == []
     await records.cancel(record.id, "mine")
+    await records.cancel(record.id, "mine")
     assert len(cancelled) == 1
+
+
+async def test_a_cancel_returns_when_the_session_has_ended() -> None:
+    records = Records(SETTINGS)
+    record = records.new(key_id="k", model="m", prompt_tokens=1)
+    asked = asyncio.Event()
+    record.cancel = lambda reason: asked.set()
+    async with asyncio.TaskGroup() as tasks:
+        cancelling = tasks.create_task(records.cancel(record.id, "k"))
+        await asked.wait()
+        record.queued_at(3)  # something else happens meanwhile
+        await asyncio.sleep(0.01)
+        assert not cancelling.done()
+        record.enter("cancelled")
+    assert records.get(record.id, "k")["phase"] == "cancelled"
+
+
+async def test_a_cancel_waits_for_a_session_that_does_not_end_within_a_limit() -> None:
+    records = Records(msgspec.structs.replace(SETTINGS, control_s=0.02))
+    record = records.new(key_id="k", model="m", prompt_tokens=1)
+    await records.cancel(record.id, "k")
+    assert records.get(record.id, "k")["phase"] == "queued"
+
+
+def a_long_session(records: Records, hand: Hand, tokens: int = 600) -> Record:
+    """An event every second: the worst that a session can make of its account."""
+    record = records.new(key_id="k", model="m", prompt_tokens=10)
+    record.enter("routing")
+    record.routed(a_route(3))
+    record.enter("prefill")
+    for step in range(tokens):
+        hand.now += 1.0
+        for hop in range(3):
+            record.hop_times(hop, HopTimes(queue_ms=step % 7 / 10, compute_ms=step % 11 / 3, send_ms=step % 5 / 10))
+            record.seam(
+                hop, SeamCount(steps=1, rows=10, bytes=50_000), SeamCount(steps=step, rows=step, bytes=9 * step)
+            )
+        record.token()
+    return record
+
+
+def test_a_long_session_takes_little() -> None:
+    hand = Hand()
+    records = Records(Settings(), hand.clock)
+    record = a_long_session(records, hand)
+    record.enter("completed")
+    events = record.events_after(0)
+    assert len(events) == 512
+    assert records.size * 3 < sum(len(event) for _, event in events)
+    assert records.size < 250_000
+    assert json.loads(events[-1][1])["phase"] == "completed"
+
+
+def test_the_bytes_of_all_records_are_bounded_and_the_one_that_ended_first_goes_first() -> None:
+    hand = Hand()
+    limit = 1 << 20
+    records = Records(Settings(record_bytes=limit), hand.clock)
+    running = a_long_session(records, hand)
+    long_ago = [a_long_session(records, hand) for _ in range(3)]
+    for record in reversed(long_ago):
+        record.enter("completed")
+    recent = [a_long_session(records, hand) for _ in range(3)]
+    assert records.size <= limit
+    for record in recent:
+        record.enter("completed")
+    kept = [view["id"] for view in records.list("k")]
+    assert running.id in kept and [record.id for record in reversed(recent)] == kept[: len(recent)]
+    assert long_ago[2].id not in kept, "it ended first"
+    assert records.size <= limit
+
+
+def test_where_only_running_sessions_are_left_their_older_events_go() -> None:
+    hand = Hand()
+    limit = 300_000
+    records = Records(Settings(record_bytes=limit), hand.clock)
+    running = [a_long_session(records, hand) for _ in range(4)]
+    assert records.size <= limit
+    assert [view["id"] for view in records.list("k")] == [record.id for record in reversed(running)]
+    for record in running:
+        events = record.events_after(0)
+        assert events and json.loads(events[-1][1])["decode"]["tokens"] == 600
+
+
+def test_a_record_that_was_dropped_is_counted_no_more() -> None:
+    hand = Hand()
+    records = Records(SETTINGS, hand.clock)
+    record = a_long_session(records, hand, tokens=20)
+    record.enter("completed")
+    hand.now += SETTINGS.record_ttl_s + 1
+    assert records.list("k") == []
+    assert records.size == 0
+    record.hop_health(0, "lost")
+    assert (records.list("k"), records.size) == ([], 0)
+
+
+def test_a_rate_ends_with_its_session() -> None:
+    hand = Hand()
+    record = a_record(hand=hand)
+    for _ in range(30):
+        hand.now += 0.1
+        record.token()
+    assert record.rate() == 10.0
+    record.enter("completed")
+    hand.now += 100
+    assert record.rate() == 10.0
+    assert not record._recent, "times of single tokens are not kept with the account"
 
 
 async def test_a_listener_hears_every_event_once_and_can_come_back() -> None:
@@ -153,12 +276,13 @@ async def test_a_listener_hears_every_event_once_and_can_come_back() -> None:
     assert [phase for _, phase in heard] == ["decode", "completed"]
 
 
-def test_progress_that_came_too_soon_is_said_with_the_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = a_record(prompt=100)
+def test_progress_that_came_too_soon_is_said_with_the_next_beat() -> None:
+    hand = Hand()
+    record = a_record(prompt=100, hand=hand)
     record.enter("prefill")
     record.prefilled(60)
     assert record.events_after(0)[-1][0] == 2, "too soon after the last event"
-    monkeypatch.setattr("shardline.telemetry.records._PROGRESS_INTERVAL_S", 0.0)
+    hand.now += 0.25
     record.catch_up()
     assert json.loads(record.events_after(0)[-1][1])["prefill"]["done"] == 60
     seq = record.events_after(0)[-1][0]

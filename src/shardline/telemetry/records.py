@@ -1,23 +1,26 @@
 """Records of Route Sessions at the Gateway: the one place where each number of a generation is written down.
 
-Owns live and ended records, their events and who listens. Refuses to know HTTP and the route: the session code
-writes, the API reads. The clock is an argument of the constructor. Shown by tests/telemetry/test_records.py.
+Owns live and ended records, how long and how many of them are kept, and who listens. Refuses to know HTTP and the
+route: the session code writes, the API reads. The clock is an argument. Shown by tests/telemetry/test_records.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
+from shardline.telemetry.events import EventLog
 from shardline.wire.messages import ENDED, HopTimes, Phase, Route, SeamCount
 from shardline.wire.telemetry import (
     DecodeView,
@@ -31,6 +34,10 @@ from shardline.wire.telemetry import (
 
 _RATE_WINDOW_S = 2.0
 _PROGRESS_INTERVAL_S = 0.25
+_RECORD_BYTES = 4 << 10
+_HOP_BYTES = 1 << 10
+_TIME_BYTES = 32
+"""What a record takes in memory beside its events: itself, each hop of its route, each token time. Rather too much."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -38,16 +45,27 @@ def _finite(value: float | None, digits: int = 3) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, digits)
 
 
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds: `unix` for what people read, `ticks` (monotonic) for spans."""
+
+    unix: Callable[[], float] = time.time
+    ticks: Callable[[], float] = time.perf_counter
+
+
 class Record:
     """One Route Session. Written by its session, on the Gateway's loop; every change may become an event."""
 
-    def __init__(self, *, key_id: str, model: str, prompt_tokens: int, settings: Settings) -> None:
+    def __init__(
+        self, *, key_id: str, model: str, prompt_tokens: int, settings: Settings, clock: Clock | None = None
+    ) -> None:
+        self._clock = clock or Clock()
         self.id = "rs-" + secrets.token_hex(12)
         self.key_id = key_id
         self.model = model
         self.prompt_tokens = prompt_tokens
         self.phase: Phase = "queued"
-        self.created = time.time()
+        self.created = self._clock.unix()
         self.ended: float | None = None
         self.queue_position: int | None = None
         self.route: Route | None = None
@@ -56,16 +74,20 @@ class Record:
         self.failure: dict[str, Any] | None = None
         self.cancel: Callable[[str], None] = lambda reason: None
         """Set by the session while it runs."""
-        self._started = time.perf_counter()
+        self.grown: Callable[[Record], None] = lambda record: None
+        """Told after each event; set by who counts the bytes."""
+        self._started = self._clock.ticks()
         self._phase_started: dict[str, float] = {"queued": self._started}
         self._first_token: float | None = None
         self._last_token: float | None = None
         self._recent: deque[float] = deque(maxlen=4096)
+        """Times of the tokens of the last 2 s."""
+        self._last_rate: float | None = None
+        """Of a session that has ended."""
         self._times: dict[int, HopTimes] = {}
         self._health: dict[int, str] = {}
         self._seams: dict[int, tuple[SeamCount, SeamCount]] = {}
-        self._events: deque[tuple[int, bytes]] = deque(maxlen=settings.record_events)
-        self._seq = 0
+        self._events = EventLog(settings.record_events)
         self._unsaid = False
         self._last_event = 0.0
         self._changed = asyncio.Event()
@@ -78,10 +100,12 @@ class Record:
         if self.phase in ENDED or phase == self.phase:
             return
         self.phase = phase
-        self._phase_started[phase] = time.perf_counter()
+        self._phase_started[phase] = self._clock.ticks()
         if phase in ENDED:
-            self.ended = time.time()
+            self.ended = self._clock.unix()
             self.queue_position = None
+            self._last_rate = self.rate(self._last_token)
+            self._recent.clear()
         self._emit()
 
     def queued_at(self, position: int | None) -> None:
@@ -93,6 +117,7 @@ class Record:
         self.route = route
         self._times, self._seams = {}, {}
         self._health = dict.fromkeys(range(len(route.hops)), "ok")
+        self._events.renew()
 
     def prefilled(self, position: int) -> None:
         done = min(position, self.prompt_tokens)
@@ -114,14 +139,17 @@ class Record:
         self._seams[hop] = (prefill or before[0], decode or before[1])
 
     def token(self) -> None:
-        now = time.perf_counter()
+        now = self._clock.ticks()
         self.tokens += 1
         if self._first_token is None:
             self._first_token = now
             self.prefill_done = self.prompt_tokens
+            self._events.renew()
             self.enter("decode")
         self._last_token = now
         self._recent.append(now)
+        while now - self._recent[0] > _RATE_WINDOW_S:
+            self._recent.popleft()
         self._progress()
 
     def fail(self, error: ShardlineError) -> None:
@@ -133,9 +161,9 @@ class Record:
 
     def rate(self, now: float | None = None) -> float | None:
         """Rolling tokens/s over the last 2 s, from token times alone (not from how often anybody asks)."""
-        now = time.perf_counter() if now is None else now
-        if self.phase in ENDED:
-            now = self._last_token or now
+        if not self._recent:
+            return self._last_rate
+        now = self._clock.ticks() if now is None else now
         recent = [t for t in self._recent if now - t <= _RATE_WINDOW_S]
         if len(recent) < 2 or recent[-1] <= recent[0]:
             return None
@@ -154,11 +182,14 @@ class Record:
         return {"prompt_ms": prompt_ms, "predicted_ms": predicted_ms}
 
     def snapshot(self) -> TelemetryEvent:
-        waited_until = self._phase_started.get("prefill", time.perf_counter())
+        return self._account(self._events.seq)
+
+    def _account(self, seq: int) -> TelemetryEvent:
+        waited_until = self._phase_started.get("prefill", self._clock.ticks())
         return TelemetryEvent(
             id=self.id,
-            seq=self._seq,
-            time=round(time.time(), 3),
+            seq=seq,
+            time=round(self._clock.unix(), 3),
             phase=self.phase,
             model=self.model,
             queue=QueueView(
@@ -214,7 +245,7 @@ class Record:
         return views
 
     def events_after(self, seq: int) -> list[tuple[int, bytes]]:
-        return [event for event in self._events if event[0] > seq]
+        return self._events.after(seq)
 
     async def changed(self) -> None:
         await self._changed.wait()
@@ -222,7 +253,7 @@ class Record:
     # ---- events ----------------------------------------------------------------------------------------------
 
     def _progress(self) -> None:
-        if time.perf_counter() - self._last_event >= _PROGRESS_INTERVAL_S:
+        if self._clock.ticks() - self._last_event >= _PROGRESS_INTERVAL_S:
             self._emit()
         else:
             self._unsaid = True
@@ -232,41 +263,79 @@ class Record:
         if self._unsaid:
             self._progress()
 
+    @property
+    def size(self) -> int:
+        """Bytes in memory, about."""
+        hops = 0 if self.route is None else len(self.route.hops)
+        return _RECORD_BYTES + hops * _HOP_BYTES + len(self._recent) * _TIME_BYTES + self._events.size
+
+    def thin(self) -> None:
+        """Forget the older half of the events: each is a whole account, so that a reader misses only steps between."""
+        self._events.halve()
+
     def _emit(self) -> None:
-        self._seq += 1
         self._unsaid = False
-        self._last_event = time.perf_counter()
-        self._events.append((self._seq, _encoder.encode(self.snapshot())))
+        self._last_event = self._clock.ticks()
+        self._events.append(_encoder.encode(self._account(self._events.seq + 1)))
         self._changed.set()
         self._changed = asyncio.Event()
+        self.grown(self)
 
 
 class Records:
-    """All records of one Gateway: live ones, and ended ones for `record_ttl_s`, at most `record_limit`."""
+    """All records of one Gateway: live ones, and ended ones for `record_ttl_s`, at most `record_limit`; all together
+    take at most `record_bytes`. What ended longest ago goes first; a running session's record never goes."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
         self._settings = settings
-        self._clock = clock
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._clock = clock or Clock()
+        self._records: dict[str, Record] = {}
+        """In order of creation."""
+        self._ended: dict[str, Record] = {}
+        """In order of their ends."""
+        self._sizes: dict[str, int] = {}
+        """What is counted of each in `size`."""
+        self.size = 0
+        """Bytes of all, about."""
 
     def new(self, *, key_id: str, model: str, prompt_tokens: int) -> Record:
-        record = Record(key_id=key_id, model=model, prompt_tokens=prompt_tokens, settings=self._settings)
+        record = Record(
+            key_id=key_id, model=model, prompt_tokens=prompt_tokens, settings=self._settings, clock=self._clock
+        )
+        record.grown = self._grown
         self._records[record.id] = record
+        self._count(record)
         self._prune()
         return record
 
+    def _grown(self, record: Record) -> None:
+        if record.id not in self._records:
+            return
+        self._count(record)
+        if record.ended is not None:
+            self._ended.setdefault(record.id, record)
+        if record.ended is not None or self.size > self._settings.record_bytes:
+            self._prune()
+
+    def _count(self, record: Record) -> None:
+        size = record.size
+        self.size += size - self._sizes.get(record.id, 0)
+        self._sizes[record.id] = size
+
     def _prune(self) -> None:
-        """Drop ended records that are too old or too many; a running one is never dropped."""
-        oldest = self._clock() - self._settings.record_ttl_s
-        surplus = len(self._records) - self._settings.record_limit
-        for record_id in list(self._records):
-            record = self._records[record_id]
-            if record.ended is None:
-                continue
-            if record.ended >= oldest and surplus <= 0:
-                break
-            del self._records[record_id]
-            surplus -= 1
+        """Drop ended records that are too old, too many or too large; where only running ones are left, thin them."""
+        oldest = self._clock.unix() - self._settings.record_ttl_s
+        while self._ended:
+            record = next(iter(self._ended.values()))
+            fits = len(self._records) <= self._settings.record_limit and self.size <= self._settings.record_bytes
+            if fits and record.ended is not None and record.ended >= oldest:
+                return
+            del self._ended[record.id], self._records[record.id]
+            self.size -= self._sizes.pop(record.id)
+        if self.size > self._settings.record_bytes:
+            for record in self._records.values():
+                record.thin()
+                self._count(record)
 
     def running(self, record_id: str) -> Record | None:
         """The record of a session that has not ended; None where there is none (any more)."""
@@ -289,13 +358,19 @@ class Records:
 
     def _view(self, record: Record) -> dict[str, Any]:
         view = msgspec.to_builtins(record.snapshot())
-        return {**view, "created": round(record.created, 3), "ended": None if record.ended is None else record.ended}
+        return {**view, "created": _finite(record.created), "ended": _finite(record.ended)}
 
     async def cancel(self, record_id: str, key_id: str) -> None:
-        """Ask the session to end as cancelled; nothing happens to one that has ended."""
+        """Have the session end as cancelled, and return when it has, or after `control_s`; nothing happens to one that
+        has ended."""
         record = self._find(record_id, key_id)
-        if record.phase not in ENDED:
-            record.cancel("cancelled by request")
+        if record.phase in ENDED:
+            return
+        record.cancel("cancelled by request")
+        with contextlib.suppress(TimeoutError):  # whoever asked sees how far it is
+            async with asyncio.timeout(self._settings.control_s):
+                while record.phase not in ENDED:
+                    await record.changed()
 
     async def subscribe(self, record_id: str, key_id: str, after: int = 0) -> AsyncIterator[tuple[int, bytes]]:
         """Events with a number above `after`: those kept, then live ones until the session has ended."""

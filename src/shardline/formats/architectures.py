@@ -1,8 +1,8 @@
 """The table of architectures: one row each, for what no header says and what must be known before loading.
 
-Owns names (GGUF and Hugging Face), what the PyTorch engine does with each, rollback, and what crosses a Seam. An
-architecture without a row may be tried: the Shard's self-test decides. Facts of further engines (residual tensor,
-legal cuts, minimum slice) become columns here. Shown by tests/formats/test_architectures.py; printed for people in
+Owns names (GGUF and Hugging Face), what the PyTorch engine does with each, rollback, what crosses a Seam, and how
+llama.cpp's part of a model may be cut (`LlamaRules`, applied by layer_kinds.py, cuts.py and shard_gguf.py). What has no
+row may be tried on PyTorch, and whole on llama.cpp. Shown by tests/formats/test_architectures.py; printed for people in
 docs/architectures.md.
 """
 
@@ -15,6 +15,80 @@ from shardline.errors import ShardlineError
 
 Torch = Literal["supported", "refused", "untried"]
 Rollback = Literal["exact", "within_window", "never"]
+
+
+Proof = Literal["exact", "close", "unproven", "refused"]
+Tap = Literal["layer_inp", "nextn", "layer_end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which layers of an architecture have a sliding window, where the file has no array that says it."""
+
+    period: int | None = None
+    """One layer of `period` sees everything, the others a window; None: the file must have the array."""
+    dense_first: bool = False
+    """The layer that sees everything is the first of its period, not the last."""
+    optional: bool = False
+    """There are windows only if key `attention.sliding_window` says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaRules:
+    """How a model may be cut for llama.cpp, and what its parts must be told that the whole does not need.
+
+    llama.cpp numbers the layers of a part from 0, and its graphs read some facts from the number of a layer or of all
+    layers: each field is one such fact. Keys are without the prefix of the architecture.
+    """
+
+    proof: Proof = "exact"
+    """exact: cut at several places, and every number equal to the uncut model's. close: equal but for float rounding.
+    unproven: the rules are known, nobody compared the numbers. refused: for the reason given."""
+    reason: str | None = None
+    residual: str = "l_out-{last}"
+    """Name of the graph's tensor that is the output of layer `last`, before any norm."""
+    taps: tuple[Tap, ...] = ()
+    """Cheaper ways out than that tensor. layer_inp: the input of each layer. layer_end: that of the layer behind the
+    last too. nextn: the output of the last layer."""
+    align: int = 1
+    """Layers come in groups of so many, told by their number: cut between groups only."""
+    align_windowed: bool = False
+    """… in models with a window only."""
+    align_key: str | None = None
+    """A key with one more such number."""
+    window: Window | None = None
+    """Each part must have a layer with a window, in models that have them."""
+    window_required: bool = False
+    """Without windows, llama.cpp numbers the layers in a way that no part can follow."""
+    recurrent: Literal["interval", "no_kv_heads", "no_kv_heads_no_ffn"] | None = None
+    """How a recurrent layer is told from one with attention. Each part must have both kinds."""
+    indexers: bool = False
+    """Layers without an indexer of their own use that of an earlier one: a part begins with a layer that has one."""
+    sparse_layer: bool = False
+    """Each part must have a layer behind the leading dense ones."""
+    min_layers: int = 1
+    output_required: bool = False
+    """`output.weight` must be in each file, even where its result is not used."""
+    embedding: Literal["key", "sqrt_width", "sqrt_width_always"] | None = None
+    """What embedded tokens are multiplied with: key `embedding_scale` (by the graph, whatever its input is); the square
+    root of the width, if the input is tokens; the same, whatever the input is."""
+    embedding_default: float | None = None
+    """Where key `embedding_scale` is absent."""
+    residual_depth: float | None = None
+    """Key `residual_scale`, where absent, is this divided by the square root of the number of layers."""
+    sections: Literal["write", "need"] | None = None
+    """The graph takes rows only if key `rope.dimension_sections` is there; write: it can be added without harm."""
+    rope_freqs_full: bool = False
+    """`rope_freqs.weight` belongs to layers without a window, and to no part without such a layer."""
+    counts: tuple[tuple[int, int | None], ...] = ()
+    """Numbers of layers (of a model with that vocabulary) that make the graph another one."""
+    count_cure: Literal["fold_q_norm", "no_q_lora"] | None = None
+    """How parts of a model of such a number are told; None: not at all."""
+    gating_default: bool = False
+    """Key `expert_gating_func`, where absent, follows from the number of layers."""
+    zero_keys: tuple[str, ...] = ()
+    """Refused where one of these keys is not 0, for `zero_reason`."""
+    zero_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +111,8 @@ class Architecture:
     """hidden: one row of `hidden_size`. streams: several residual streams; the engine names them."""
     scales_rows_in_decoder: bool = False
     """The decoder multiplies what it is given, embedded or not: right at the head, wrong behind it, unless undone."""
+    llama: LlamaRules | None = None
+    """None: nothing is known, so llama.cpp runs it whole or not at all."""
 
     def can_roll_back(self, held: int, window: int | None) -> bool:
         """Whether a slot that holds `held` tokens can go back exactly; `window` is the model's sliding window."""
@@ -50,53 +126,232 @@ _STREAMS = "its layers exchange more than one row per token, which the PyTorch e
 _SHARED_KV = "its layers share keys and values across any cut"
 
 
-def _recurrent(name: str, gguf: str, model_types: str) -> Architecture:
-    return Architecture(name, _names(gguf), _names(model_types), "refused", _RECURRENT, "never")
-
-
 def _names(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
+def _recurrent(name: str, gguf: str, model_types: str, llama: LlamaRules | None = None) -> Architecture:
+    return Architecture(name, _names(gguf), _names(model_types), "refused", _RECURRENT, "never", llama=llama)
+
+
+def _untried(name: str, llama: LlamaRules, model_types: str = "", *, rollback: Rollback = "exact") -> Architecture:
+    """A row that only llama.cpp has something to say about."""
+    return Architecture(name, (name,), _names(model_types), rollback=rollback, llama=llama)
+
+
+def _whole_only(name: str, reason: str, model_types: str = "", *, rollback: Rollback = "exact") -> Architecture:
+    return _untried(name, LlamaRules("refused", reason), model_types, rollback=rollback)
+
+
+_PLAIN = LlamaRules()
+_LAYERED = LlamaRules(taps=("layer_inp",))
+_OUTPUT = LlamaRules(output_required=True)
+_READ = LlamaRules("unproven")
+_READ_OUTPUT = LlamaRules("unproven", output_required=True)
+_SCALED = LlamaRules(embedding="key")
+_INTERVAL = LlamaRules(taps=("layer_inp",), recurrent="interval")
+_MIXED = LlamaRules(recurrent="no_kv_heads")
+_GEMMA = LlamaRules("close", embedding="sqrt_width_always")
+_DEEPSEEK = LlamaRules(counts=((26, None), (27, None), (48, 128_256)), count_cure="no_q_lora", gating_default=True)
+
+_TOKEN_IDS = "layers behind the first need token ids, which llama.cpp does not take beside rows"
+_NORMED_INPUT = "its graph normalises whatever it is given, rows too"
+_MANY_STREAMS = "its layers exchange more than one row per token"
+_NUMBERED = "its layers compute from their number and the number of all"
+
 ROWS: tuple[Architecture, ...] = (
     # Proven on the PyTorch engine.
-    Architecture("llama", ("llama",), ("llama",), torch="supported"),
+    Architecture("llama", ("llama",), ("llama",), torch="supported", llama=_LAYERED),
     Architecture("mistral", (), ("mistral",), torch="supported", rollback="within_window"),
-    Architecture("qwen2", ("qwen2",), ("qwen2",), torch="supported", rollback="within_window"),
-    Architecture("qwen3", ("qwen3",), ("qwen3",), torch="supported", rollback="within_window"),
-    Architecture("qwen3moe", ("qwen3moe",), ("qwen3_moe",), torch="supported", rollback="within_window"),
-    Architecture("gemma3", ("gemma3",), ("gemma3", "gemma3_text"), torch="supported", rollback="within_window"),
-    Architecture("phi3", ("phi3",), ("phi3",), torch="supported", rollback="within_window"),
-    Architecture("gpt-oss", ("gpt-oss",), ("gpt_oss",), torch="supported", rollback="within_window"),
-    Architecture("deepseek3", ("deepseek2",), ("deepseek_v3",), torch="supported"),
+    Architecture("qwen2", ("qwen2",), ("qwen2",), torch="supported", rollback="within_window", llama=_PLAIN),
+    Architecture("qwen3", ("qwen3",), ("qwen3",), torch="supported", rollback="within_window", llama=_LAYERED),
+    Architecture(
+        "qwen3moe", ("qwen3moe",), ("qwen3_moe",), torch="supported", rollback="within_window", llama=_LAYERED
+    ),
+    Architecture(
+        "gemma3",
+        ("gemma3",),
+        ("gemma3", "gemma3_text"),
+        torch="supported",
+        rollback="within_window",
+        llama=LlamaRules(
+            window=Window(6, optional=True), embedding="sqrt_width", counts=((62, None),), count_cure="fold_q_norm"
+        ),
+    ),
+    Architecture("phi3", ("phi3",), ("phi3",), torch="supported", rollback="within_window", llama=_PLAIN),
+    Architecture(
+        "gpt-oss",
+        ("gpt-oss",),
+        ("gpt_oss",),
+        torch="supported",
+        rollback="within_window",
+        llama=LlamaRules(taps=("layer_inp", "nextn"), window=Window(2), output_required=True),
+    ),
+    Architecture("deepseek3", ("deepseek2",), ("deepseek_v3",), torch="supported", llama=_DEEPSEEK),
     # May be tried, with something to know.
     Architecture("deepseek2", (), ("deepseek_v2",)),
-    Architecture("gemma", ("gemma",), ("gemma",)),
-    Architecture("gemma2", ("gemma2",), ("gemma2",), rollback="within_window"),
-    Architecture("mistral3", ("mistral3",), ("ministral3",), rollback="within_window"),
+    Architecture("gemma", ("gemma",), ("gemma",), llama=_GEMMA),
+    Architecture(
+        "gemma2",
+        ("gemma2",),
+        ("gemma2",),
+        rollback="within_window",
+        llama=LlamaRules("close", embedding="sqrt_width_always", window=Window(2), counts=((46, None),)),
+    ),
+    Architecture("mistral3", ("mistral3",), ("ministral3",), rollback="within_window", llama=_PLAIN),
     Architecture("mixtral", (), ("mixtral",), rollback="within_window"),
-    Architecture("granite", ("granite",), ("granite",), scales_rows_in_decoder=True),
-    Architecture("granitemoe", ("granitemoe",), ("granitemoe",), scales_rows_in_decoder=True),
-    # Refused: what a cut would need is not handed on, or cannot be taken back.
-    _recurrent("qwen3.5", "qwen35 qwen35moe", "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text"),
-    _recurrent("qwen3next", "qwen3next", "qwen3_next"),
-    _recurrent("mamba", "mamba mamba2", "mamba mamba2 falcon_mamba"),
-    _recurrent("jamba", "jamba", "jamba"),
-    _recurrent("lfm2", "lfm2 lfm2moe", "lfm2 lfm2_moe"),
-    _recurrent("falcon-h1", "falcon-h1", "falcon_h1"),
-    _recurrent("granitehybrid", "granitehybrid", "granitemoehybrid"),
-    _recurrent("nemotron-h", "nemotron_h nemotron_h_moe", "nemotron_h"),
-    _recurrent("kimi-linear", "kimi-linear", "kimi_linear"),
-    _recurrent("minimax", "minimax-01", "minimax"),
+    Architecture("granite", ("granite",), ("granite",), scales_rows_in_decoder=True, llama=_SCALED),
+    Architecture(
+        "granitemoe",
+        ("granitemoe",),
+        ("granitemoe",),
+        scales_rows_in_decoder=True,
+        llama=LlamaRules("unproven", embedding="key"),
+    ),
+    # Refused by PyTorch: what a cut would need is not handed on, or cannot be taken back.
+    _recurrent("qwen3.5", "qwen35 qwen35moe", "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text", _INTERVAL),
+    _recurrent("qwen3next", "qwen3next", "qwen3_next", _INTERVAL),
+    _recurrent("mamba", "mamba mamba2", "mamba mamba2 falcon_mamba", _PLAIN),
+    _recurrent("jamba", "jamba", "jamba", _MIXED),
+    _recurrent("lfm2", "lfm2 lfm2moe", "lfm2 lfm2_moe", LlamaRules(taps=("layer_inp",), recurrent="no_kv_heads")),
+    _recurrent("falcon-h1", "falcon-h1", "falcon_h1", _PLAIN),
+    _recurrent(
+        "granitehybrid",
+        "granitehybrid",
+        "granitemoehybrid",
+        LlamaRules(recurrent="no_kv_heads", embedding="key"),
+    ),
+    _recurrent(
+        "nemotron-h",
+        "nemotron_h nemotron_h_moe",
+        "nemotron_h",
+        LlamaRules(
+            residual="nemotron_h_block_out-{last}", taps=("layer_inp", "layer_end"), recurrent="no_kv_heads_no_ffn"
+        ),
+    ),
+    _recurrent("kimi-linear", "kimi-linear", "kimi_linear", LlamaRules(recurrent="no_kv_heads", output_required=True)),
+    _recurrent("bailingmoe3", "bailingmoe3", "", LlamaRules(taps=("layer_inp",), recurrent="no_kv_heads")),
+    _recurrent("minimax", "minimax-01", "minimax", LlamaRules("refused", _NUMBERED)),
     _recurrent("olmo-hybrid", "", "olmo_hybrid"),
     _recurrent("recurrent-gemma", "", "recurrent_gemma"),
     _recurrent("bamba", "", "bamba"),
     _recurrent("zamba", "", "zamba zamba2"),
-    _recurrent("rwkv", "rwkv6 rwkv7", "rwkv"),
+    _recurrent("rwkv", "rwkv6 rwkv6qwen2 rwkv7 arwkv7", "rwkv", LlamaRules("refused", _NORMED_INPUT)),
     Architecture(
-        "gemma3n", ("gemma3n",), ("gemma3n", "gemma3n_text"), torch="refused", reason=_SHARED_KV, layout="streams"
+        "gemma3n",
+        ("gemma3n",),
+        ("gemma3n", "gemma3n_text"),
+        torch="refused",
+        reason=_SHARED_KV,
+        layout="streams",
+        llama=LlamaRules("refused", _SHARED_KV),
     ),
-    Architecture("deepseek4", ("deepseek4",), ("deepseek_v4",), torch="refused", reason=_STREAMS, layout="streams"),
+    Architecture(
+        "deepseek4",
+        ("deepseek4",),
+        ("deepseek_v4",),
+        torch="refused",
+        reason=_STREAMS,
+        layout="streams",
+        llama=LlamaRules("refused", _MANY_STREAMS),
+    ),
+    # Proven on llama.cpp.
+    _untried(
+        "llama4",
+        LlamaRules(align=4, align_key="interleave_moe_layer_step", window=Window(4), window_required=True),
+        rollback="within_window",
+    ),
+    _untried("qwen2moe", _OUTPUT, "qwen2_moe"),
+    _untried(
+        "gemma4",
+        LlamaRules(
+            taps=("layer_inp",),
+            window=Window(),
+            embedding="sqrt_width",
+            rope_freqs_full=True,
+            min_layers=2,
+            zero_keys=("embedding_length_per_layer_input", "attention.shared_kv_layers"),
+            zero_reason="its layers look up rows by token id, and share keys and values across any cut",
+        ),
+        rollback="within_window",
+    ),
+    _untried("mistral4", _DEEPSEEK),
+    _untried("deepseek32", _PLAIN),
+    _untried("glm4moe", LlamaRules(sections="write"), "glm4_moe"),
+    _untried("glm-dsa", LlamaRules(indexers=True)),
+    _untried("minimax-m2", LlamaRules(taps=("layer_inp",), output_required=True), "minimax_m2"),
+    _untried("minimax-m3", LlamaRules(sparse_layer=True, output_required=True)),
+    _untried("olmo2", LlamaRules(window=Window(4, optional=True), output_required=True), rollback="within_window"),
+    _untried("command-r", _PLAIN, "cohere"),
+    _untried("cohere2", LlamaRules(window=Window(4)), "cohere2", rollback="within_window"),
+    _untried("cohere2moe", LlamaRules(window=Window(4, dense_first=True)), rollback="within_window"),
+    _untried("gptneox", _OUTPUT, "gpt_neox"),
+    _untried("smollm3", LlamaRules(align=4), "smollm3"),
+    _untried(
+        "afmoe",
+        LlamaRules("close", align=4, window=Window(4, optional=True), embedding="sqrt_width_always"),
+        rollback="within_window",
+    ),
+    _untried("ernie4_5", _PLAIN, "ernie4_5"),
+    _untried("ernie4_5-moe", LlamaRules(align_key="interleave_moe_layer_step"), "ernie4_5_moe"),
+    _untried("exaone4", LlamaRules(counts=((64, None),)), "exaone4", rollback="within_window"),
+    _untried("exaone-moe", LlamaRules(window=Window(4), output_required=True), rollback="within_window"),
+    _untried(
+        "step35",
+        LlamaRules(residual="h_nextn", taps=("nextn",), window=Window(), output_required=True),
+        rollback="within_window",
+    ),
+    _untried(
+        "mimo2",
+        LlamaRules(taps=("layer_inp", "nextn", "layer_end"), window=Window(), output_required=True),
+        rollback="within_window",
+    ),
+    _untried("hy_v3", _PLAIN),
+    _untried("hunyuan-moe", _PLAIN, "hunyuan_v1_moe"),
+    _untried("hunyuan-dense", _PLAIN, "hunyuan_v1_dense"),
+    _untried("hunyuan_vl", _LAYERED),
+    _untried("dots1", _OUTPUT, "dots1"),
+    _untried("bailingmoe2", _OUTPUT),
+    _untried("seed_oss", _PLAIN, "seed_oss"),
+    # Rules read from llama.cpp's sources, numbers not compared.
+    _untried("granite_swa", LlamaRules("unproven", window=Window(), embedding="key"), rollback="within_window"),
+    _untried("minicpm", LlamaRules("unproven", embedding="key", embedding_default=12.0, residual_depth=1.4)),
+    _untried("grok", LlamaRules("unproven", embedding="key", embedding_default=78.38367176906169)),
+    _untried(
+        "smallthinker",
+        LlamaRules("unproven", align=4, align_windowed=True, window=Window(4, dense_first=True, optional=True)),
+        rollback="within_window",
+    ),
+    _untried(
+        "mellum",
+        LlamaRules("unproven", window=Window(4, optional=True), output_required=True),
+        rollback="within_window",
+    ),
+    _untried("glm4", LlamaRules("unproven", sections="need"), "glm4"),
+    *(
+        _untried(name, _READ)
+        for name in _names(
+            "gpt2 starcoder starcoder2 mpt arcee chatglm deepseek exaone maincoder olmo pangu-embedded qwen2vl qwen3vl "
+            "qwen3vlmoe"
+        )
+    ),
+    *(
+        _untried(name, _READ_OUTPUT)
+        for name in _names("apertus bailingmoe internlm2 nemotron olmoe orion phi2 phimoe qwen stablelm xverse")
+    ),
+    # Refused by llama.cpp, but for the whole model.
+    _whole_only("kimi-k3", _MANY_STREAMS, rollback="never"),
+    _whole_only("glm5-next", _MANY_STREAMS, rollback="never"),
+    _whole_only("hy_v4", _MANY_STREAMS),
+    _whole_only("qwen4exp", _TOKEN_IDS, rollback="never"),
+    _whole_only("cogvlm", "its graph takes rows for images"),
+    _whole_only("graniteswitch", _TOKEN_IDS),
+    _whole_only("talkie", _NORMED_INPUT),
+    _whole_only("muse-glimmer", _NORMED_INPUT, rollback="within_window"),
+    _whole_only("bloom", _NORMED_INPUT, "bloom"),
+    _whole_only("hrm_text", "its layers run several times over"),
+    _whole_only("baichuan", _NUMBERED),
+    _whole_only("minicpm3", _NUMBERED),
 )
 
 _BY_GGUF = {name: row for row in ROWS for name in row.gguf}
@@ -121,3 +376,17 @@ def check_torch(row: Architecture) -> None:
             f"the PyTorch engine does not run {row.name}: {row.reason}",
             architecture=row.name,
         )
+
+
+def llama_rules(row: Architecture) -> LlamaRules:
+    """How a model of this architecture is cut for llama.cpp; `architecture_unsupported` where only the whole runs."""
+    rules = row.llama
+    if rules is not None and rules.proof != "refused":
+        return rules
+    why = "nobody has compared its parts with the whole" if rules is None else rules.reason
+    raise ShardlineError(
+        "architecture_unsupported",
+        f"llama.cpp runs {row.name} only whole: {why}",
+        advice="Serve all layers on one Node, or choose another model: see docs/architectures.md.",
+        architecture=row.name,
+    )

@@ -129,6 +129,8 @@ class GGUFHeader:
     kv: Mapping[str, Value]
     tensors: Mapping[str, TensorInfo]
     """In the order of the file's table, which is not always the order of the layers."""
+    kinds: Mapping[str, str]
+    """How each key of `kv` is stored: u8 … f64, bool, string or array. Whoever writes it again needs that."""
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string for people: bytes that are not UTF-8 become replacement marks (the bytes stay in `kv`)."""
@@ -235,11 +237,12 @@ def parse_header(data: bytes | bytearray | memoryview, file_size: int) -> GGUFHe
     cursor = _Cursor(bytes(data[: min(file_size, HEADER_BYTES_LIMIT)]), file_size)
     version, n_tensors, n_keys = _read_prefix(cursor)
     kv: dict[str, Value] = {}
+    kinds: dict[str, str] = {}
     for index in range(n_keys):
         key = cursor.name(f"key {index}", KEY_BYTES_LIMIT)
         if key in kv:
             raise _bad("damaged", f"key {key} stands twice")
-        kv[key] = cursor.value(key)
+        kinds[key], kv[key] = cursor.value(key)
     alignment = _alignment(kv.get("general.alignment", DEFAULT_ALIGNMENT))
     rows = [cursor.tensor(index) for index in range(n_tensors)]
     data_offset = _align(cursor.position, alignment)
@@ -249,7 +252,7 @@ def parse_header(data: bytes | bytearray | memoryview, file_size: int) -> GGUFHe
             raise _bad("damaged", f"tensor {row.name} stands twice")
         tensors[row.name] = _place(row, data_offset, alignment, file_size)
     warnings = _check_layout(list(tensors.values()), data_offset, alignment, file_size)
-    return GGUFHeader(version, alignment, data_offset, file_size, warnings, kv, tensors)
+    return GGUFHeader(version, alignment, data_offset, file_size, warnings, kv, tensors, kinds)
 
 
 def _read_prefix(cursor: _Cursor) -> tuple[int, int, int]:
@@ -393,19 +396,20 @@ class _Cursor:
             raise _bad("damaged", f"the name of {what} is not printable ASCII: {raw[:60]!r}")
         return name
 
-    def value(self, key: str) -> Value:
+    def value(self, key: str) -> tuple[str, Value]:
+        """Kind and value."""
         type_id = self.u32(f"the type of key {key}")
         if type_id == _STRING:
-            return self.string(f"key {key}")
+            return "string", self.string(f"key {key}")
         if type_id == _ARRAY:
-            return self.array(key)
+            return "array", self.array(key)
         kind, form = self.scalar_kind(key, type_id)
         value: int | float = form.unpack(self.take(form.size, f"key {key}"))[0]
         if kind == "bool":
             if value > 1:
                 raise _bad("damaged", f"key {key} is a bool with the value {value}")
-            return value == 1
-        return value
+            return kind, value == 1
+        return kind, value
 
     def string(self, what: str) -> bytes:
         length = self.u64(what)

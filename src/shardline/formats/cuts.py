@@ -1,0 +1,239 @@
+"""Where a GGUF model may be cut for llama.cpp: legal positions, the reason for each other one, and the best even cut.
+
+Owns applying an architecture's rules (architectures.py) to one header. Decides nothing about machines: bytes come in as
+numbers. Pure. Shown by tests/formats/test_cuts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shardline.errors import ShardlineError
+from shardline.formats.architectures import LlamaRules, llama_rules, of_gguf
+from shardline.formats.gguf import GGUFHeader
+from shardline.formats.layer_kinds import ArchitectureKeys, Flags, LayerKinds, layer_kinds
+from shardline.formats.layers import check_range
+from shardline.formats.memory import WeightBytes
+from shardline.formats.shape import ModelShape, shape_of_gguf
+
+Part = tuple[int, int]
+"""Layers [first, last)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The cuts of one model. Build it with `cuts_of`."""
+
+    shape: ModelShape
+    rules: LlamaRules | None
+    """None where the model runs whole or not at all."""
+    refusal: ShardlineError | None
+    """Why it does."""
+    kinds: LayerKinds
+
+    @property
+    def n_layers(self) -> int:
+        return self.shape.n_layers
+
+    def check_part(self, first: int, last: int) -> LlamaRules:
+        """The rules by which [first, last) is made; `layers_invalid` or `architecture_unsupported`, with the reason,
+        where it cannot be a part."""
+        check_range(first, last, self.n_layers)
+        if self.rules is None:
+            raise self._refusal()
+        reason = self.part_reason(first, last)
+        if reason is not None:
+            raise ShardlineError(
+                "layers_invalid",
+                f"layers {first}:{last} of this model cannot be a part of their own: {reason}",
+                advice="`shardline cuts MODEL` lists the layers at which it can be cut.",
+            )
+        return self.rules
+
+    def part_reason(self, first: int, last: int) -> str | None:
+        """Why [first, last) cannot be a part; None where it can, as the whole model always can."""
+        if (first, last) == (0, self.n_layers):
+            return None
+        if self.rules is None:
+            return self._refusal().message
+        if last - first < self.rules.min_layers:
+            return f"a part has at least {self.rules.min_layers} layers"
+        if is_special(self.rules, last - first, self._vocabulary(last)) and not self.is_special():
+            return f"llama.cpp takes {last - first} layers of this architecture for another model"
+        edges = [self._edge_reason(edge) for edge in (first, last) if 0 < edge < self.n_layers]
+        return next((reason for reason in (*edges, self._lack(first, last)) if reason is not None), None)
+
+    def position_reason(self, position: int) -> str | None:
+        """Why no cut can be between layers `position - 1` and `position`; None where one can."""
+        if not 0 < position < self.n_layers:
+            return "there is no layer on one side"
+        if self.rules is None:
+            return self._refusal().message
+        if min(position, self.n_layers - position) < self.rules.min_layers:
+            return f"a part has at least {self.rules.min_layers} layers"
+        lacks = (self._lack(0, position), self._lack(position, self.n_layers))
+        return next((reason for reason in (self._edge_reason(position), *lacks) if reason is not None), None)
+
+    def positions(self) -> tuple[int, ...]:
+        """All legal positions, without 0 and the end. Two of them may still be too close to each other for a part."""
+        return tuple(p for p in range(1, self.n_layers) if self.position_reason(p) is None)
+
+    def illegal(self) -> list[tuple[Part, str]]:
+        """Runs of illegal positions [from, to) that have one reason."""
+        runs: list[tuple[Part, str]] = []
+        for position in range(1, self.n_layers):
+            reason = self.position_reason(position)
+            if reason is None:
+                continue
+            if runs and runs[-1][0][1] == position and runs[-1][1] == reason:
+                runs[-1] = ((runs[-1][0][0], position + 1), reason)
+            else:
+                runs.append(((position, position + 1), reason))
+        return runs
+
+    def warnings(self) -> list[str]:
+        """What a person should know before cutting this model."""
+        if self.rules is None:
+            return []
+        found = []
+        if self.rules.proof == "unproven":
+            found.append(
+                "nobody has compared the parts of this architecture with the whole: try it before you rely on it"
+            )
+        if self.rules.proof == "close" or (self.is_special() and self.rules.count_cure == "fold_q_norm"):
+            found.append("a cut changes the last bits of the numbers, about 1e-5 of their size")
+        return found
+
+    def is_special(self) -> bool:
+        """Whether the uncut model is one that llama.cpp knows by its number of layers."""
+        return self.rules is not None and is_special(self.rules, self.n_layers, self.shape.vocab_size)
+
+    def _vocabulary(self, last: int) -> int | None:
+        """What a part says of its vocabulary: only the tail has the real one."""
+        return self.shape.vocab_size if last == self.n_layers else None
+
+    def _edge_reason(self, position: int) -> str | None:
+        """Why nothing may begin or end at a layer, whatever is on either side."""
+        if position % self.kinds.group:
+            return f"layers come in groups of {self.kinds.group} that are told by their number"
+        if self.kinds.indexed is not None and not self.kinds.indexed[position]:
+            return "the layer behind it uses the indexer of a layer before it"
+        headed = self.kinds.headed
+        if headed is not None and headed[position] != headed[0]:
+            return (
+                "llama.cpp takes the width of a head from the first layer of a part, and the layer behind it has none"
+            )
+        return None
+
+    def _lack(self, first: int, last: int) -> str | None:
+        """What a part lacks that llama.cpp needs in every file."""
+        needed: tuple[tuple[Flags | None, str], ...] = (
+            (self.kinds.windowed, "a layer with a sliding window"),
+            (self.kinds.recurrent, "a recurrent layer"),
+            (self.kinds.attending, "a layer with attention"),
+            (self.kinds.sparse, "a layer with experts"),
+        )
+        for flags, what in needed:
+            if flags is not None and any(flags) and not any(flags[first:last]):
+                return f"a part needs {what}, and layers {first}:{last} have none"
+        return None
+
+    def _refusal(self) -> ShardlineError:
+        return self.refusal or ShardlineError("architecture_unsupported", "the model runs only whole")
+
+
+def is_special(rules: LlamaRules, n_layers: int, vocabulary: int | None) -> bool:
+    """Whether llama.cpp takes so many layers (with this vocabulary, if it is known) for a particular model."""
+    return any(count == n_layers and size in (None, vocabulary) for count, size in rules.counts)
+
+
+def cuts_of(header: GGUFHeader) -> Cuts:
+    """The cuts of the model with this header (of its first file). Errors: `model_file_invalid`."""
+    shape = shape_of_gguf(header)
+    try:
+        rules = llama_rules(of_gguf(shape.architecture))
+        kinds = layer_kinds(header, shape, rules)
+        _check_header(header, shape, rules, kinds)
+    except ShardlineError as error:
+        if error.code != "architecture_unsupported":
+            raise
+        return Cuts(shape, None, error, LayerKinds())
+    return Cuts(shape, rules, None, kinds)
+
+
+def _check_header(header: GGUFHeader, shape: ModelShape, rules: LlamaRules, kinds: LayerKinds) -> None:
+    """Refuse what the architecture allows and this model does not."""
+    keys = ArchitectureKeys(header, shape)
+    reason = None
+    if any(keys.integer(key, 0) for key in rules.zero_keys):
+        reason = rules.zero_reason
+    elif rules.window_required and kinds.windowed is None:
+        reason = "without sliding windows its layers are told by the number of all"
+    elif rules.counts and rules.count_cure is None and is_special(rules, shape.n_layers, shape.vocab_size):
+        reason = f"llama.cpp knows it by its {shape.n_layers} layers, and computes otherwise with fewer"
+    elif rules.sections == "need" and not has_sections(keys):
+        reason = "its graph takes no rows unless the file has rope.dimension_sections: convert it again"
+    if reason is not None:
+        raise ShardlineError(
+            "architecture_unsupported",
+            f"llama.cpp runs this {shape.architecture} model only whole: {reason}",
+            advice="Serve all layers on one Node, or choose another model: see docs/architectures.md.",
+            architecture=shape.architecture,
+        )
+
+
+def has_sections(keys: ArchitectureKeys) -> bool:
+    """Whether positions have several parts (M-RoPE): the first two sections are there."""
+    name = keys.name("rope.dimension_sections")
+    if name not in keys.header.kv:
+        return False
+    numbers = keys.header.numbers(name)
+    return len(numbers) >= 2 and numbers[0] > 0 and numbers[1] > 0
+
+
+def even_cut(cuts: Cuts, weights: WeightBytes, parts: int) -> list[Part]:
+    """The cut into `parts` parts whose largest is as small as can be, and among those the most even one.
+
+    Errors: `layers_invalid` where there is none, with the largest number of parts that there is;
+    `architecture_unsupported` where the model is not cut at all.
+    """
+    if parts > 1 and cuts.rules is None:
+        raise cuts._refusal()
+    edges = [0, *(cuts.positions() if parts > 1 else ()), cuts.n_layers]
+    legal = {
+        (a, b): weights.of_shard(a, b)
+        for i, a in enumerate(edges)
+        for b in edges[i + 1 :]
+        if cuts.part_reason(a, b) is None
+    }
+    largest = _best(edges, legal, parts, max)
+    if largest is None:
+        most = next((n for n in range(parts - 1, 0, -1) if _best(edges, legal, n, max) is not None), 1)
+        raise ShardlineError(
+            "layers_invalid",
+            f"this model of {cuts.n_layers} layers cannot be cut into {parts} parts: {most} is the most",
+            param="nodes",
+        )
+    limit = max(legal[part] for part in largest)
+    within = {part: size**2 for part, size in legal.items() if size <= limit}
+    even = _best(edges, within, parts, lambda before, part: before + part)
+    return even if even is not None else largest
+
+
+def _best(
+    edges: Sequence[int], cost: dict[Part, int], parts: int, join: Callable[[int, int], int]
+) -> list[Part] | None:
+    """The cheapest way from the first edge to the last in `parts` steps; None where there is no way."""
+    reached: dict[int, tuple[int, list[int]]] = {edges[0]: (0, [edges[0]])}
+    for _ in range(parts):
+        step: dict[int, tuple[int, list[int]]] = {}
+        for (a, b), size in cost.items():
+            if a in reached:
+                total = join(reached[a][0], size)
+                if b not in step or total < step[b][0]:
+                    step[b] = (total, [*reached[a][1], b])
+        reached = step
+    found = reached.get(edges[-1])
+    return list(pairwise(found[1])) if found is not None else None

@@ -38,7 +38,7 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
     """The command and its model, for people: `up model.gguf`."""
 
     def __str__(self) -> str:
-        return f"Gateway {self.gateway}, Tracker {self.tracker}: {self.what}, process {self.pid}"
+        return f"{self.what}, process {self.pid} (Gateway {self.gateway}, Tracker {self.tracker})"
 
 
 @contextlib.contextmanager

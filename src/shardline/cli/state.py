@@ -33,10 +33,11 @@ def writing(path: Path) -> Iterator[None]:
 
 def unwritable(path: Path, error: OSError) -> ShardlineError:
     """The error of the catalogue for a write to `path` that failed."""
+    folder = path if path.is_dir() else path.parent
     if error.errno in _FULL:
-        advice = f"Free some space on the disk of {path.parent}, or use another folder: shardline --state-dir FOLDER …"
+        advice = f"Free some space on the disk of {folder}, or use another folder: shardline --state-dir FOLDER …"
     else:
-        advice = f"Make {path.parent} a folder that you may write to, or use another: shardline --state-dir FOLDER …"
+        advice = f"Make {folder} a folder that you may write to, or use another: shardline --state-dir FOLDER …"
     return ShardlineError("state_unwritable", f"{path} cannot be written: {error.strerror or error}", advice=advice)
 
 
@@ -56,7 +57,7 @@ def opened_log(path: Path) -> BinaryIO:
 def check_room(folder: Path) -> None:
     """Write `ROOM` bytes into `folder`, and take them back: a full disk is told before anything starts."""
     made_folder(folder)
-    with writing(folder / ".room"), tempfile.TemporaryFile(dir=folder, prefix=".room-") as probe:
+    with writing(folder), tempfile.TemporaryFile(dir=folder, prefix=".room-") as probe:
         probe.write(bytes(ROOM))
         probe.flush()
         os.fsync(probe.fileno())

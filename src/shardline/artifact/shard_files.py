@@ -1,0 +1,307 @@
+"""Shard files on disk: carries a plan out, once for each Model Artifact and range, and keeps the result.
+
+Owns the cache folder. A file appears under its name whole and synced, or not at all: written aside, renamed at the end.
+Processes that want the same file at once make it once (flock, which ends with its owner). Bytes are copied inside the
+kernel where it can. It decides nothing about the content (formats/shard_gguf.py does) and never touches the network.
+Blocking: call it in a thread. Shown by tests/artifact/test_shard_files.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shardline.errors import ShardlineError
+from shardline.formats.gguf_files import GGUFModel
+from shardline.formats.shard_gguf import RECIPE, Copy, ShardPlan, Zeros, plan_shard, plan_vocabulary
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes written so far and the bytes to write."""
+Cancelled = Callable[[], bool]
+"""Asked between chunks of 16 MiB; True ends the work with `cancelled`."""
+
+CHUNK = 16 << 20
+LOCK_WAIT_S = 3600.0
+"""How long another process may take to make the file that this one waits for."""
+
+_LOCK_POLL_S = 0.05
+_CONTENT_ID = re.compile(r"mac1-[0-9a-f]{64}")
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
+
+
+class ShardFiles:
+    """The Shard files under `folder`, which is made at need."""
+
+    def __init__(self, folder: Path, *, lock_wait_s: float = LOCK_WAIT_S) -> None:
+        self.folder = folder
+        self.lock_wait_s = lock_wait_s
+
+    def shard(
+        self,
+        model: GGUFModel,
+        content_id: str,
+        first: int,
+        last: int,
+        *,
+        progress: Progress | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> Path:
+        """The file of Shard [first, last), from the cache or made now.
+
+        Errors: those of `plan_shard`; `disk_full`, `state_unwritable`, `cancelled`, each with nothing left behind;
+        `deadline` where another process does not come to an end with the same file; `model_file_invalid` where the
+        model's files changed.
+        """
+        plan = plan_shard(model, first, last, content_id=content_id)
+        return self._file(f"{_checked(content_id)}-r{RECIPE}-{first}-{last}.gguf", model, plan, progress, cancelled)
+
+    def vocabulary(
+        self,
+        model: GGUFModel,
+        content_id: str,
+        *,
+        progress: Progress | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> Path:
+        """A file with the tokenizer and no tensors. Errors: as of `shard`."""
+        name = f"{_checked(content_id)}-r{RECIPE}-vocabulary.gguf"
+        return self._file(name, model, plan_vocabulary(model), progress, cancelled)
+
+    def _file(
+        self, name: str, model: GGUFModel, plan: ShardPlan, progress: Progress | None, cancelled: Cancelled | None
+    ) -> Path:
+        path = self.folder / name
+        if _is_whole(path, plan):
+            return path
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _locked(path, self.lock_wait_s, cancelled):
+                if not _is_whole(path, plan):
+                    self._sweep()
+                    write_plan(plan, model, path, progress=progress, cancelled=cancelled)
+        except OSError as error:
+            raise _unwritable(error, self.folder) from None
+        return path
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed left unfinished: parts of files whose lock nobody holds."""
+        for part in self.folder.glob("*.part"):
+            with contextlib.suppress(OSError, ShardlineError), _locked(part.with_suffix(""), 0.0, None):
+                part.unlink()
+
+
+def write_plan(
+    plan: ShardPlan,
+    model: GGUFModel,
+    path: Path,
+    *,
+    progress: Progress | None = None,
+    cancelled: Cancelled | None = None,
+) -> None:
+    """Write the file at `path`, in place of one that may be there. Errors: as of `ShardFiles.shard`."""
+    part = path.with_name(path.name + ".part")
+    try:
+        _check_space(path.parent, plan.nbytes)
+        try:
+            _write(plan, model, part, _Steps(plan.nbytes, progress, cancelled))
+            os.replace(part, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise _unwritable(error, path.parent) from None
+
+
+class _Steps:
+    """Says how far the work is, and asks whether it shall go on."""
+
+    def __init__(self, total: int, progress: Progress | None, cancelled: Cancelled | None) -> None:
+        self.total = total
+        self.progress = progress
+        self.cancelled = cancelled
+
+    def reached(self, done: int) -> None:
+        if self.progress is not None:
+            self.progress(done, self.total)
+        _check_cancelled(self.cancelled)
+
+
+def _write(plan: ShardPlan, model: GGUFModel, part: Path, steps: _Steps) -> None:
+    with contextlib.ExitStack() as stack:
+        sources = _Sources(model, stack)
+        target = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        stack.callback(os.close, target)
+        _put(target, plan.header, 0)
+        position = len(plan.header)
+        steps.reached(position)
+        for piece in plan.pieces:
+            if isinstance(piece, Copy) and piece.factor is None:
+                for done in _copied(sources.of(piece.file), target, piece, position):
+                    steps.reached(position + done)
+            elif isinstance(piece, Copy):
+                _put(target, _multiplied(sources.of(piece.file), piece), position)
+            # Zeros are holes: they read as zeros and take no space.
+            position += piece.nbytes
+            if isinstance(piece, Zeros):
+                steps.reached(position)
+        os.ftruncate(target, position)
+        sources.check_unchanged()
+        os.fsync(target)
+
+
+class _Sources:
+    """The model's files, opened when first needed; they must be those whose headers were read."""
+
+    def __init__(self, model: GGUFModel, stack: contextlib.ExitStack) -> None:
+        self.model = model
+        self.stack = stack
+        self.opened: dict[int, tuple[int, tuple[int, int]]] = {}
+
+    def of(self, number: int) -> int:
+        if number not in self.opened:
+            path = self.model.paths[number]
+            try:
+                handle = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise _bad(f"{path.name!r:.200} cannot be read: {error.strerror}") from None
+            self.stack.callback(os.close, handle)
+            stat = os.fstat(handle)
+            if stat.st_size != self.model.headers[number].file_size:
+                raise _changed(path)
+            self.opened[number] = handle, (stat.st_size, stat.st_mtime_ns)
+        return self.opened[number][0]
+
+    def check_unchanged(self) -> None:
+        for number, (handle, state) in self.opened.items():
+            stat = os.fstat(handle)
+            if (stat.st_size, stat.st_mtime_ns) != state:
+                raise _changed(self.model.paths[number])
+
+
+def _copied(source: int, target: int, piece: Copy, position: int) -> Iterator[int]:
+    """Copy the piece to `position`; yields the bytes done after each chunk."""
+    done, in_kernel = 0, hasattr(os, "copy_file_range")
+    while done < piece.nbytes:
+        size = min(CHUNK, piece.nbytes - done)
+        copied = 0
+        if in_kernel:
+            try:
+                copied = os.copy_file_range(source, target, size, piece.offset + done, position + done)
+            except OSError as error:
+                if error.errno not in _NO_KERNEL_COPY:
+                    raise
+        if copied == 0:
+            # Not between these two files, or (some file systems say so by 0) not of this one.
+            in_kernel = False
+            copied = _put(target, _read(source, size, piece.offset + done), position + done)
+        done += copied
+        yield done
+
+
+def _multiplied(source: int, piece: Copy) -> bytes:
+    """A small float32 tensor times the factor, each product rounded to float32."""
+    form = struct.Struct(f"<{piece.nbytes // 4}f")
+    factor = piece.factor if piece.factor is not None else 1.0
+    return form.pack(*(value * factor for value in form.unpack(_read(source, piece.nbytes, piece.offset))))
+
+
+def _read(handle: int, size: int, offset: int) -> bytes:
+    data = os.pread(handle, size, offset)
+    while len(data) < size:
+        more = os.pread(handle, size - len(data), offset + len(data))
+        if not more:
+            raise _bad("the model's file became shorter while it was cut: is a download still running?")
+        data += more
+    return data
+
+
+def _put(handle: int, data: bytes, offset: int) -> int:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(handle, memoryview(data)[done:], offset + done)
+    return done
+
+
+def _is_whole(path: Path, plan: ShardPlan) -> bool:
+    """Whether the cached file is the planned one, as far as its size and its header show."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size == plan.nbytes and file.read(len(plan.header)) == plan.header
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait_s: float, cancelled: Cancelled | None) -> Iterator[None]:
+    """Hold the lock of the file at `path`, so that no other process makes it; `deadline` after `wait_s`."""
+    handle = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pass
+            _check_cancelled(cancelled)
+            if time.monotonic() >= deadline:
+                raise ShardlineError(
+                    "deadline", f"another process has been making {path.name} for {wait_s:.0f} s", limit="shard_file"
+                )
+            time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    stat = os.statvfs(folder)
+    free = stat.f_bavail * stat.f_frsize
+    if free < needed:
+        message = f"no Shard file in {folder.name!r:.200}: it needs {needed} bytes, {free} are free"
+        raise ShardlineError("disk_full", message, needed_bytes=needed, free_bytes=free)
+
+
+def _check_cancelled(cancelled: Cancelled | None) -> None:
+    if cancelled is not None and cancelled():
+        raise ShardlineError("cancelled", "the making of a Shard file was cancelled")
+
+
+def _checked(content_id: str) -> str:
+    if not _CONTENT_ID.fullmatch(content_id):
+        raise ShardlineError("invalid_value", f"{content_id!r:.100} is not a content_id", param="content_id")
+    return content_id
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _unwritable(error: OSError, folder: Path) -> ShardlineError:
+    if error.errno in _FULL:
+        return ShardlineError("disk_full", f"no Shard file in {folder.name!r:.200}: {error.strerror}")
+    return ShardlineError(
+        "state_unwritable", f"a Shard file cannot be written to {folder.name!r:.200}: {error.strerror}"
+    )
+
+
+def _changed(path: Path) -> ShardlineError:
+    return _bad(f"{path.name!r:.200} changed since its header was read: is a download still running?")
+
+
+def _bad(message: str) -> ShardlineError:
+    return ShardlineError("model_file_invalid", message, reason="damaged")

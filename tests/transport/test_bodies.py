@@ -10,7 +10,8 @@ import pytest
 from starlette.types import Message, Receive
 
 from shardline.errors import ShardlineError
-from shardline.transport.bodies import ClientLeft, decode_json, read_body, read_json, send_json
+from shardline.transport.bodies import ROOM, ClientLeft, body_of, decode_json, read_body, read_json, send_json
+from shardline.transport.body_room import SMALL_BYTES, BodyRoom
 
 
 class Ask(msgspec.Struct, forbid_unknown_fields=True):
@@ -142,3 +143,62 @@ def _keeping(sent: list[Message]) -> Callable[[Message], Awaitable[None]]:
         sent.append(message)
 
     return send
+
+
+# Room for large bodies.
+
+
+def in_room(room: BodyRoom, **headers: str) -> dict[str, Any]:
+    return {**scope(**headers), "state": {ROOM: room}}
+
+
+async def test_a_large_body_holds_room_until_it_is_used_up() -> None:
+    room = BodyRoom(1 << 20)
+    large = [bytes(SMALL_BYTES), b"x"]
+    async with body_of(receiving(*parts(*large)), in_room(room, content_length=str(SMALL_BYTES + 1)), 1 << 20) as body:
+        assert len(body.data) == SMALL_BYTES + 1 == room.used
+        body.free()
+        assert room.used == 0 and body.data == b""
+    with pytest.raises(RuntimeError):
+        async with body_of(receiving(*parts(*large)), in_room(room), 1 << 19):
+            assert room.used == 1 << 19, "of unknown size: as much as it may have"
+            raise RuntimeError
+    assert room.used == 0
+
+
+async def test_a_small_body_needs_no_room() -> None:
+    room = BodyRoom(1)
+    held = room.take_now(1)
+    assert await read_body(receiving(*parts(bytes(SMALL_BYTES))), in_room(room), 1 << 20) == bytes(SMALL_BYTES)
+    assert held is not None and room.used == 1
+
+
+async def test_a_large_body_waits_for_room_and_is_not_read_meanwhile() -> None:
+    room = BodyRoom(100_000)
+    held = await room.take(100_000, 1.0)
+    asked = 0
+    messages = parts(bytes(70_000), bytes(10_000), bytes(10_000))
+
+    async def receive() -> Message:
+        nonlocal asked
+        asked += 1
+        return messages.pop(0)
+
+    reading = asyncio.create_task(read_body(receive, in_room(room), 100_000))
+    await asyncio.sleep(0.03)
+    assert asked == 1 and not reading.done()
+    room.give(held)
+    assert len(await reading) == 90_000 and room.used == 0
+    held = await room.take(100_000, 1.0)
+    refused = read_body(receiving(*parts(bytes(70_000))), in_room(room), 100_000, grace_s=0.02)
+    assert await code_of(refused) == "resources_exhausted"
+
+
+@pytest.mark.parametrize("end", ["slow", "left", "long"])
+async def test_a_body_that_does_not_become_whole_gives_its_room_back(end: str) -> None:
+    room = BodyRoom(1 << 20)
+    first: Message = {"type": "http.request", "body": bytes(70_000), "more_body": True}
+    rest: list[Message] = {"slow": [], "left": [{"type": "http.disconnect"}], "long": [first]}[end]
+    with pytest.raises((ShardlineError, ClientLeft)):
+        await read_body(receiving(first, *rest), in_room(room), 100_000, grace_s=0.02 if end == "slow" else 5.0)
+    assert room.used == 0

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from shardline.settings import Settings
+from shardline.transport.crowd import PATIENCE_S
+from shardline.transport.guard import CONNECTIONS, SPARE_FILES, GuardLimits
 from shardline.transport.http_server import ErrorBoundary, HttpServer, read_body, send_json
 from tests.transport.loopback import client_of, serving, sockets, until
 
@@ -245,10 +247,77 @@ async def test_requests_sent_ahead_are_answered_in_order_up_to_a_limit() -> None
 async def test_connections_are_bounded_and_newcomers_in_earnest_get_in() -> None:
     async with serving(APP, connections=20) as server:
         silent = [await asyncio.open_connection(server.host, server.port) for _ in range(60)]
-        await until(lambda: server.connections <= 20)
-        await is_served(server)
-        for _, writer in silent:
-            writer.close()
+        try:
+            await until(lambda: server.connections <= 20)
+            await asyncio.sleep(PATIENCE_S)
+            await is_served(server)
+        finally:
+            for _, writer in silent:
+                writer.close()
+
+
+async def patient(scope: Scope, receive: Receive, send: Send) -> None:
+    await send_json(send, {"size": len(await read_body(receive, scope, LIMIT))})
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"", None),
+        (POST, "slow_body"),
+        (POST + b"content-length: 100\r\n\r\nabc", "slow_body"),
+        (POST + b"content-length: 0\r\n\r\n", None),
+    ],
+)
+async def test_whoever_keeps_a_full_server_waiting_makes_way(sent: bytes, told: str | None) -> None:
+    async with serving(ErrorBoundary(patient), connections=16) as server:
+        slow = [await asyncio.open_connection(server.host, server.port) for _ in range(16)]
+        try:
+            for _, writer in slow:
+                writer.write(sent)
+            await until(lambda: server.connections == 16)
+            for _ in range(3):
+                await asyncio.sleep(PATIENCE_S)
+            await is_served(server)
+            await is_served(server)
+            async with asyncio.timeout(5):
+                answer = await slow[0][0].read()
+            if told is not None:
+                assert (status_of(answer), error_in(answer)) == (408, told)
+            assert server.connections >= 14
+        finally:
+            for _, writer in slow:
+                writer.close()
+
+
+async def test_a_client_that_has_just_connected_does_not_make_way() -> None:
+    go = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await go.wait()
+        await send_json(send, {})
+
+    async with serving(slow, connections=16) as server, client_of() as client, asyncio.TaskGroup() as group:
+        busy = [group.create_task(client.request("POST", server.url, timeout_s=5, limit="x")) for _ in range(15)]
+        await until(lambda: server.connections == 15)
+        async with raw(server) as (reader, writer):
+            await until(lambda: server.connections == 16)
+            async with raw(server) as (refused, _):
+                answer = await refused.read()
+                assert (status_of(answer), error_in(answer)) == (503, "too_many_connections")
+            writer.write(POST + b"content-length: 0\r\n\r\n")
+            await asyncio.sleep(0.02)
+            go.set()
+            assert status_of(await reader.readuntil(b"{}")) == 200
+        for task in busy:
+            assert (await task).status == 200
+
+
+def test_connections_leave_files_for_what_their_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1024, 1024))
+    assert GuardLimits(10, 1000).connections == (1024 - SPARE_FILES) // 3
+    monkeypatch.setattr("resource.getrlimit", lambda which: (65536, 65536))
+    assert GuardLimits(10, 1000).connections == CONNECTIONS
 
 
 async def test_when_all_connections_work_the_next_is_refused_and_they_are_served() -> None:

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
 import ipaddress
 import os
-import signal
 import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,14 +19,7 @@ from starlette.types import Receive, Scope, Send
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.transport.http_client import BeforeResponse, BrokenResponse, ConnectFailed, HttpClient, HttpFailure
-from shardline.transport.http_server import (
-    bind,
-    check_listener,
-    read_body,
-    run_until_signal,
-    send_json,
-    serve,
-)
+from shardline.transport.http_server import bind, check_listener, read_body, send_json, serve
 from tests.transport.loopback import client_of, serving, sockets, until
 
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() or sys.platform == "darwin"
@@ -229,7 +219,6 @@ async def test_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
         with pytest.raises(ConnectFailed):
             await client.request("GET", server.url, timeout_s=5, limit="x")
         await server.stop()
-        await server.wait_stopped()
     assert app.cancelled == 0 and server.connections == 0
     await until(lambda: sockets() == before)
 
@@ -299,54 +288,6 @@ async def test_a_request_that_runs_is_answered_during_a_stop() -> None:
         go.set()
         assert (await request).headers["connection"] == "close"
         await stop
-
-
-async def stop_by_signals(
-    number: signal.Signals, app: Streams, drain: Callable[..., object] | None, again: bool
-) -> None:
-    server = await serve(app, settings=Settings(drain_s=30), drain=drain, lifespan="off")  # type: ignore[arg-type]
-    async with client_of() as client, asyncio.TaskGroup() as group:
-        reader = group.create_task(contained(read_stream(client, server.url)))
-        await until(lambda: app.open == 1)
-        waiting = group.create_task(run_until_signal(server))
-        await asyncio.sleep(0.01)
-        os.kill(os.getpid(), number)
-        if again:
-            await asyncio.sleep(0.02)
-            assert not waiting.done()
-            os.kill(os.getpid(), number)
-        async with asyncio.timeout(5):
-            await waiting
-            await reader
-    assert server.connections == 0
-
-
-async def contained(work: object) -> None:
-    with contextlib.suppress(HttpFailure):
-        await work  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_one_signal_drains(number: signal.Signals) -> None:
-    app = Streams()
-    await stop_by_signals(number, app, app.drain, False)
-    assert app.cancelled == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_second_signal_closes_at_once(number: signal.Signals) -> None:
-    app = Streams()
-    await stop_by_signals(number, app, None, True)
-    assert app.cancelled == 1
-
-
-async def test_an_end_from_within_stops_too() -> None:
-    server = await serve(echo, settings=Settings(), lifespan="off")
-    ended = asyncio.Event()
-    ended.set()
-    async with asyncio.timeout(5):
-        await run_until_signal(server, ended=ended)
-    assert server.connections == 0
 
 
 # The client goes.

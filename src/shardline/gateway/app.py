@@ -24,7 +24,7 @@ from shardline.gateway.openai_answers import layers_text, model_entry
 from shardline.gateway.replies import Reply
 from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback, parse_address
-from shardline.transport.bodies import ClientLeft, header, read_body, send_body, send_json
+from shardline.transport.bodies import ClientLeft, body_of, header, send_body, send_json
 from shardline.transport.boundary import ErrorBoundary
 
 Call = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -97,13 +97,14 @@ class GatewayApp:
     async def _complete(self, scope: Scope, receive: Receive, send: Send, prepare: Prepare) -> None:
         key_id = self._principal(scope)
         _check_json(scope)
-        body = await read_body(receive, scope, self._settings.api_body_bytes)
+        async with body_of(receive, scope, self._settings.api_body_bytes) as body:
 
-        async def answer() -> None:
-            prepared = await prepare(body, key_id)
-            await Reply(prepared, prepared.start(self._generations), self._settings).send(send)
+            async def answer() -> None:
+                prepared = await prepare(body.data, key_id)
+                body.free()
+                await Reply(prepared, prepared.start(self._generations), self._settings).send(send)
 
-        await while_connected(receive, answer())
+            await while_connected(receive, answer())
 
     async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._principal(scope)

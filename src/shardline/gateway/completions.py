@@ -66,10 +66,11 @@ class Completions:
         self._texts = texts
         self._templates = templates
         self._settings = settings
+        self._decoding = asyncio.Semaphore(1)
 
     async def chat(self, body: bytes, key_id: str) -> Prepared:
         """`POST /v1/chat/completions`."""
-        request = await _decoded(chat_request, body)
+        request = await self._decoded(chat_request, body)
         model = await self.model(request.asked.model)
         with self._announced(model, key_id) as session:
             vocabulary = await self._texts.vocabulary(model)
@@ -83,7 +84,7 @@ class Completions:
 
     async def text(self, body: bytes, key_id: str) -> Prepared:
         """`POST /v1/completions`."""
-        request = await _decoded(text_request, body)
+        request = await self._decoded(text_request, body)
         model = await self.model(request.asked.model)
         with self._announced(model, key_id) as session:
             vocabulary = await self._texts.vocabulary(model)
@@ -91,6 +92,20 @@ class Completions:
             prompts = [await self._tokens(model, vocabulary, prompt, request.suffix) for prompt in request.prompts]
             echoes = [_echo(prompt, vocabulary) if request.echo else "" for prompt in request.prompts]
             return self._prepared(asked, model, vocabulary, prompts, echoes, session, key_id, param="prompt")
+
+    async def _decoded(self, decode: Callable[[bytes], T], body: bytes) -> T:
+        """Large bodies one at a time: several threads at once would leave the event loop hardly a turn."""
+        if len(body) <= _INLINE_BYTES:
+            return decode(body)
+        async with self._decoding:
+            work = asyncio.get_running_loop().run_in_executor(None, decode, body)
+            try:
+                return await asyncio.shield(work)
+            finally:
+                # A thread does not end when its request is cancelled: the next one waits for it all the same.
+                await asyncio.wait([work])
+                if not work.cancelled():
+                    work.exception()
 
     @contextmanager
     def _announced(self, model: ModelInfo, key_id: str) -> Iterator[str]:
@@ -159,6 +174,7 @@ class Completions:
         requests = [
             GenerationRequest(
                 model=model.model,
+                name=asked.model,
                 content_id=model.content_id,
                 prompt=tokens,
                 max_tokens=limit,
@@ -189,10 +205,6 @@ class Completions:
             echoes=[echo for echo in echoes for _ in range(asked.n)],
             prompt_tokens=sum(map(len, prompts)),
         )
-
-
-async def _decoded(decode: Callable[[bytes], T], body: bytes) -> T:
-    return decode(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(decode, body)
 
 
 def _ids(model: ModelInfo, vocabulary: Vocabulary) -> int:

@@ -73,6 +73,7 @@ class ErrorBoundary:
             # The boundary: nothing above could do anything with it but print a traceback to a stranger.
             cause = _single(exception)
             if isinstance(cause, ClientLeft):
+                await answer.left()
                 return
             if isinstance(cause, ShardlineError):
                 await answer.fail(cause)
@@ -139,6 +140,12 @@ class _Answer:
         """The application has returned: send what stands in for its plain-text error, if it sent one."""
         if self._replaced is not None:
             await self._whole(self._replaced, self._kept)
+
+    async def left(self) -> None:
+        """The client is gone, or says no more and listens still: then it hears why there is no answer."""
+        if not self._started:
+            message = "the client ended its side of the connection before the answer was there"
+            await self._whole(ShardlineError("cancelled", message), [])
 
     async def fail(self, error: ShardlineError, extra: dict[str, str] | None = None) -> None:
         if self._started:

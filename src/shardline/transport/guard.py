@@ -1,7 +1,8 @@
 """The server's side of a connection: uvicorn's httptools protocol, with limits on what a stranger may hold.
 
-Owns the time for a request head, its size and field count, the number of connections, and what happens to a body
-that nobody reads. Bodies that are read are bounded in bodies.py. Shown by tests/transport/test_guard.py.
+Owns the time for a request head, its size and field count, the number of connections, what happens to a body that
+nobody reads, and what the end of a client's side means. Who makes way when all connections are taken is crowd.py's;
+bodies that are read are bounded in bodies.py. Shown by tests/transport/test_guard.py and test_half_closed.py.
 """
 
 from __future__ import annotations
@@ -15,19 +16,27 @@ from typing import Any, cast
 
 import httptools
 import structlog
+from starlette.types import Message, Receive
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from shardline.errors import ShardlineError
-from shardline.transport.bodies import BODY_BYTES_PER_S, BODY_GRACE_S
+from shardline.settings import Settings
+from shardline.transport.bodies import BODY_BYTES_PER_S, BODY_GRACE_S, ROOM
+from shardline.transport.body_room import SMALL_BYTES, BodyRoom, Place
 from shardline.transport.boundary import error_bytes, error_headers
+from shardline.transport.crowd import Crowd
 from shardline.transport.direct import DirectLane, accepted, content_length, refused
 
 HEADER_COUNT = 100
 CONNECTIONS = 4096
 SPARE_FILES = 128
-"""File descriptors of the process that connections leave to everything else."""
+"""File descriptors of the process that connections leave to files, workers and pipes; …"""
+FILES_PER_CONNECTION = 3
+"""… and of the rest, so many are kept for each: itself, and the connections to others that its request may need."""
+CLIENT = "shardline.client_side"
+"""Where the `ClientSide` of a request stands in `scope["state"]`."""
 PIPELINE = 8
 """Requests that a client may send ahead of the answers."""
 LINGER_BYTES = 24 << 20
@@ -38,22 +47,53 @@ LINGER_S = 2.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, slots=True)
+class ClientSide:
+    """Whether the client has ended its side of a connection, after a whole request."""
+
+    ended: bool = False
+
+
+class WholeRequest:
+    """`receive` of one request. When the client has ended its side, it is told as a departure once the body is read.
+
+    Somebody who leaves looks the same as somebody who only has no more to say; so whoever listens for departures stops,
+    and whatever answers without listening is heard: the other direction stays open.
+    """
+
+    __slots__ = ("_client", "_receive", "_whole")
+
+    def __init__(self, receive: Receive, client: ClientSide) -> None:
+        self._receive = receive
+        self._client = client
+        self._whole = False
+
+    async def __call__(self) -> Message:
+        while not (self._whole and self._client.ended):
+            message = await self._receive()
+            if message["type"] != "http.request" or not self._whole:
+                self._whole = not message.get("more_body", False)
+                return message
+        return {"type": "http.disconnect"}
+
+
 @dataclass(eq=False)
 class GuardLimits:
-    """Limits of one server, and the connections that have not brought a request yet (the oldest first)."""
+    """Limits of one server, and the connections that wait for their clients."""
 
     header_s: float
     header_bytes: int
     connections: int = CONNECTIONS
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last connection goes."""
-    unproven: dict[GuardedProtocol, None] = field(default_factory=dict)
+    waiting: Crowd[GuardedProtocol] = field(default_factory=Crowd)
     direct: DirectLane | None = None
+    room: BodyRoom = field(default_factory=lambda: BodyRoom(Settings().body_memory_bytes))
 
     def __post_init__(self) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY:
-            self.connections = max(16, min(self.connections, soft - SPARE_FILES))
+            self.connections = max(16, min(self.connections, (soft - SPARE_FILES) // FILES_PER_CONNECTION))
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -68,8 +108,12 @@ class GuardedProtocol(HttpToolsProtocol):
         *,
         limits: GuardLimits,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        self._client_side = ClientSide()
+        state = {**app_state, CLIENT: self._client_side, ROOM: limits.room}
+        super().__init__(config, server_state, state, _loop)
         self.limits = limits
+        self.heard = 0
+        """Bytes that came since it is the client's turn."""
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
@@ -82,6 +126,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Set from the head of a direct request to its answer."""
         self._direct_body: list[bytes] = []
         self._direct_since = 0.0
+        self._direct_place: Place | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -90,18 +135,17 @@ class GuardedProtocol(HttpToolsProtocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         limits = self.limits
         if len(self.connections) > limits.connections:
-            if not limits.unproven:
-                self.refuse(ShardlineError("too_many_connections", f"{limits.connections} connections are open"))
+            slowest = limits.waiting.pick(self.loop.time())
+            if slowest is None:
+                self.refuse(self._too_many())
                 return
-            # One that was opened and said nothing makes room for the newcomer, who may be in earnest.
-            oldest = next(iter(limits.unproven))
-            del limits.unproven[oldest]
-            oldest.transport.abort()
-        limits.unproven[self] = None
+            slowest.make_way()
+        self._wait_for_client()
         self._arm_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.limits.unproven.pop(self, None)
+        self.limits.waiting.works(self)
+        self._free_direct()
         self._cancel_timers()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
@@ -113,6 +157,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refused is not None or self.parser is None:
             return
         counted = not self._in_body
+        self.heard += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -136,6 +181,18 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.refuse(self._too_large())
             elif self._head_timer is None and not self.transport.is_closing():
                 self._arm_head_timer()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client has ended its side. True keeps ours open, where an answer is due that has not begun."""
+        cycle = self.cycle
+        if self._in_body or self._direct is not None or self._refused is not None or self.scheme == "https":
+            return False
+        if cycle is None or cycle.response_started or cycle.more_body or self.pipeline:
+            return False
+        self._client_side.ended = True
+        cycle.keep_alive = False
+        cycle.message_event.set()
+        return True
 
     # httptools callbacks
 
@@ -163,7 +220,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-            self.limits.unproven.pop(self, None)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait_for_client()
         if self._direct is not None:
             raise ShardlineError("invalid_value", "a request was sent ahead of the answer to a step")
         if self._is_direct():
@@ -180,6 +238,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_body = False
+        self.limits.waiting.works(self)
         self._lingered = 0
         if self._linger_timer is not None:
             self._linger_timer.cancel()
@@ -190,10 +249,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             # The rest of a body that nobody wanted has come after all: the connection is idle from now on.
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self._await_next()
 
     # The direct lane
 
@@ -206,7 +262,13 @@ class GuardedProtocol(HttpToolsProtocol):
         length = content_length(self.headers)
         if length is None or not 0 < length <= handler.limit or self.parser.get_http_version() != "1.1":
             return False
-        return handler.admits(self.headers)
+        if not handler.admits(self.headers):
+            return False
+        if length > SMALL_BYTES:
+            # Where there is no room for it now, the ordinary way waits for some.
+            self._direct_place = self.limits.room.take_now(length)
+            return self._direct_place is not None
+        return True
 
     def _await_body(self) -> None:
         """The rest of the body is on its way: it has as long as any body (bodies.py)."""
@@ -221,6 +283,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _take_direct(self, handler: DirectLane) -> None:
         chunks, self._direct_body = self._direct_body, []
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        self._free_direct()  # what is taken, its owner counts
         try:
             answer = handler.take(body)
         except ShardlineError as error:
@@ -253,8 +316,39 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self.transport.write(answer)
         self.server_state.total_requests += 1
+        self._await_next()
+
+    def _free_direct(self) -> None:
+        place, self._direct_place = self._direct_place, None
+        if place is not None:
+            self.limits.room.give(place)
+
+    # Turns
+
+    def _wait_for_client(self) -> None:
+        self.heard = 0
+        self.limits.waiting.waits(self, self.loop.time())
+
+    def _await_next(self) -> None:
+        """Idle: the next request may come for a while."""
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._wait_for_client()
+
+    def make_way(self) -> None:
+        """All connections are taken, and this one has kept the server waiting: a newcomer has its place."""
+        self.limits.waiting.works(self)
+        if self._in_body and self.flow.read_paused:
+            self.refuse(self._too_many())
+        elif self._in_body or self._head_bytes:
+            self.refuse(ShardlineError("slow_body", "all connections are taken, and this request came too slowly"))
+        else:
+            self._refused = self._too_many()
+            self._cancel_timers()
+            self.transport.close()
+
+    def _too_many(self) -> ShardlineError:
+        return ShardlineError("too_many_connections", f"{self.limits.connections} connections are open", retry_after=1)
 
     # Refusals
 
@@ -273,6 +367,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:
+            self._wait_for_client()
         if self._in_body and not self.transport.is_closing():
             # Answered without reading the body. Closing at once could destroy the answer on its way (a reset), and
             # reading on forever would be a gift: swallow a little, for a little while.

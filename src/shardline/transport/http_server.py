@@ -1,14 +1,13 @@
 """Listening sockets and the HTTP server of every Shardline process.
 
-Owns binding (before anything slow, never on a shared or another port), start, graceful stop and signals. It does not
-know what is served: that is the ASGI application. Shown by tests/transport/test_http_server.py.
+Owns binding (before anything slow, never on a shared or another port), start and graceful stop. It does not know what
+is served: that is the ASGI application. Shown by tests/transport/test_http_server.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -26,9 +25,10 @@ from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback, make_url
 from shardline.transport.bodies import ClientLeft, decode_json, header, read_body, read_json, send_body, send_json
+from shardline.transport.body_room import BodyRoom
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, error_bytes, has_credential
 from shardline.transport.direct import DirectLane
-from shardline.transport.guard import CONNECTIONS, GuardedProtocol, GuardLimits
+from shardline.transport.guard import CLIENT, CONNECTIONS, GuardedProtocol, GuardLimits, WholeRequest
 
 __all__ = [
     "ClientLeft",
@@ -44,7 +44,6 @@ __all__ = [
     "header",
     "read_body",
     "read_json",
-    "run_until_signal",
     "send_body",
     "send_json",
     "serve",
@@ -53,7 +52,6 @@ __all__ = [
 Drain = Callable[[], Awaitable[None]]
 BACKLOG = 1024
 _CLOSE_S = 2.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 log = structlog.get_logger(__name__)
 
@@ -158,10 +156,9 @@ class HttpServer:
         self._tls = tls
         self._stopping = False
         self._stopped = asyncio.Event()
-        self._hurried = False
-        self._draining: asyncio.Timeout | None = None
         self._state = ServerState()
-        self._limits = GuardLimits(settings.header_s, settings.header_bytes, connections, direct=direct)
+        room = BodyRoom(settings.body_memory_bytes)
+        self._limits = GuardLimits(settings.header_s, settings.header_bytes, connections, direct=direct, room=room)
         self._config = uvicorn.Config(
             self._serve_one,
             http=GuardedProtocol,
@@ -204,12 +201,6 @@ class HttpServer:
             ssl_handshake_timeout=None if self._tls is None else self._settings.header_s,
         )
 
-    def hurry(self) -> None:
-        """Make a running `stop` close everything at once."""
-        self._hurried = True
-        if self._draining is not None:
-            self._draining.reschedule(0.0)
-
     async def stop(self, limit_s: float | None = None) -> None:
         """Stop accepting, drain, close. Idempotent; returns when nothing of the server is left.
 
@@ -224,9 +215,6 @@ class HttpServer:
         finally:
             self._stopped.set()
 
-    async def wait_stopped(self) -> None:
-        await self._stopped.wait()
-
     async def _close(self, limit_s: float) -> None:
         if self._server is not None:
             self._server.close()
@@ -234,12 +222,11 @@ class HttpServer:
         for connection in list(self._state.connections):
             connection.shutdown()
         try:
-            async with asyncio.timeout(0.0 if self._hurried else limit_s) as self._draining:
+            async with asyncio.timeout(limit_s):
                 await self._drained()
         except TimeoutError:
             log.warning("drain_incomplete", connections=len(self._state.connections), limit_s=limit_s)
         finally:
-            self._draining = None
             await self._cut()
             await self._shut_down(limit_s)
 
@@ -279,6 +266,8 @@ class HttpServer:
             log.warning("shutdown_incomplete", limit_s=limit_s)
 
     async def _serve_one(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            receive = WholeRequest(receive, scope["state"][CLIENT])
         try:
             await self._app(scope, receive, send)
         except asyncio.CancelledError:
@@ -311,26 +300,3 @@ async def serve(
     )
     await server.start()
     return server
-
-
-async def run_until_signal(*servers: HttpServer, ended: asyncio.Event | None = None) -> None:
-    """Serve until SIGINT or SIGTERM (or `ended`), then stop all servers; a second signal closes them at once."""
-    loop = asyncio.get_running_loop()
-    first = asyncio.Event() if ended is None else ended
-
-    def on_signal() -> None:
-        if first.is_set():
-            for server in servers:
-                server.hurry()
-        first.set()
-
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, on_signal)
-    try:
-        await first.wait()
-        async with asyncio.TaskGroup() as group:
-            for server in servers:
-                group.create_task(server.stop())
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)

@@ -1,7 +1,8 @@
 """The Tracker's API, typed, as Nodes and Gateways call it.
 
 Owns paths and shapes, and turns every way of not reaching the Tracker into `tracker_unreachable`, a lack of our own
-into `resources_exhausted`. It keeps no state: who remembers nonces, epochs and routes is the caller. Shown by tests/transport/test_tracker_client.py.
+into `resources_exhausted`. It keeps no state: who remembers nonces, epochs and routes is the caller. Shown by
+tests/transport/test_tracker_client.py.
 """
 
 from __future__ import annotations

@@ -102,3 +102,49 @@ async def test_one_that_leaves_the_queue_frees_its_place() -> None:
     admission.freed()
     assert await second == 2
     assert admission.waiting == 0
+
+
+async def test_a_call_is_passed_on_to_whoever_has_come_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place is freed for the head; before it looks, an earlier arrival that was refused takes its place in front."""
+    monkeypatch.setattr("shardline.gateway.admission._RETRY_S", (60.0, 60.0))
+    admission, places = Admission(msgspec.structs.replace(SETTINGS, queue_wait_s=30.0)), Places(0)
+    slow = asyncio.Event()
+
+    async def refused_late() -> int:
+        await slow.wait()
+        return await places.take(1)
+
+    async with asyncio.TaskGroup() as tasks:
+        early = tasks.create_task(admission.admit(refused_late, unmoved))
+        await asyncio.sleep(0)
+        late = tasks.create_task(admission.admit(lambda: places.take(2), unmoved))
+        while admission.waiting < 1:
+            await asyncio.sleep(0)
+        slow.set()
+        while admission.waiting < 2:
+            await asyncio.sleep(0)
+        places.free = 2
+        # The call went to the later one, as when it was the head still.
+        admission._queue[1].turn.set()
+        async with asyncio.timeout(5):
+            assert await early == 1
+        assert await late == 2
+    assert places.order == [1, 2]
+
+
+async def test_a_queue_is_used_while_somebody_tries() -> None:
+    admission = Admission(SETTINGS)
+    trying = asyncio.Event()
+    done = asyncio.Event()
+
+    async def attempt() -> None:
+        trying.set()
+        await done.wait()
+
+    assert not admission.used
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(admission.admit(attempt, unmoved))
+        await trying.wait()
+        assert admission.used and admission.waiting == 0
+        done.set()
+    assert not admission.used

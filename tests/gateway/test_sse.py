@@ -85,6 +85,20 @@ async def test_leaving_closes_the_items() -> None:
     assert closed.is_set()
 
 
+async def test_leaving_does_not_hear_what_goes_wrong_behind() -> None:
+    async def items() -> AsyncIterator[int]:
+        yield 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ShardlineError("internal", "too late")
+
+    async with aclosing(sse.or_silence(items(), 0.01)) as sounds:
+        async for item in sounds:
+            if item is None:
+                break
+
+
 async def test_a_failure_of_the_items_comes_through() -> None:
     async def items() -> AsyncIterator[int]:
         yield 1

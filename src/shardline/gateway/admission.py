@@ -44,10 +44,16 @@ class Admission:
         self._settings = settings
         self._queue: list[_Place] = []
         self._arrivals = 0
+        self._inside = 0
 
     @property
     def waiting(self) -> int:
         return len(self._queue)
+
+    @property
+    def used(self) -> bool:
+        """Somebody tries, or waits to try."""
+        return self._inside > 0
 
     def freed(self) -> None:
         """A session has ended: the head may try again."""
@@ -60,6 +66,13 @@ class Admission:
         Raises `queue_full` at once when the queue is full, `capacity` after `queue_wait_s`, and whatever else
         `attempt` raises.
         """
+        self._inside += 1
+        try:
+            return await self._admit(attempt, moved)
+        finally:
+            self._inside -= 1
+
+    async def _admit(self, attempt: Callable[[], Awaitable[T]], moved: Callable[[int | None], None]) -> T:
         self._arrivals += 1
         place = _Place(self._arrivals)
         refusal: ShardlineError | None = None
@@ -99,8 +112,11 @@ class Admission:
                     await place.turn.wait()
             except TimeoutError:
                 pass
+            called = place.turn.is_set()
             place.turn.clear()
             if self._queue[0] is not place:
+                if called:
+                    self.freed()  # an earlier arrival has come in front since: it is called instead
                 continue
             pause = min(most, 2 * pause)
             try:

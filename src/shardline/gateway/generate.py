@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from shardline.errors import ShardlineError
-from shardline.gateway.admission import Admission
+from shardline.gateway.admission import CAPACITY_CODES, Admission
 from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.metrics import GatewayMetrics
@@ -34,6 +34,8 @@ from shardline.wire.telemetry import TelemetryEvent
 log = structlog.get_logger(__name__)
 _FOR_CLIENTS = frozenset({"model_not_found", "model_unavailable", "capacity", "kv_exhausted", "resources_exhausted"})
 _RETRY_AFTER_S = 2
+_ADMISSIONS = 256
+"""Queues of models that are kept without being used."""
 _CLOSE_S = 0.25
 """How long the end of an answer waits for the last numbers of its Nodes."""
 
@@ -56,7 +58,7 @@ class RunningGeneration:
         self._ended = asyncio.Event()
         self._failure: ShardlineError | None = None
         self._session: RouteSession | None = None
-        record.cancel = self._end_cancelled
+        record.cancel = self.end_cancelled
 
     # ---- for the API -----------------------------------------------------------------------------------------
 
@@ -85,7 +87,7 @@ class RunningGeneration:
             await self._wake.wait()
 
     async def cancel(self, reason: str) -> None:
-        self._end_cancelled(reason)
+        self.end_cancelled(reason)
         if self._failure is None:  # a failure was told already: nobody waits for what is still closed behind it
             await self._ended.wait()
 
@@ -108,7 +110,8 @@ class RunningGeneration:
 
     # ---- the run ---------------------------------------------------------------------------------------------
 
-    def _end_cancelled(self, reason: str) -> None:
+    def end_cancelled(self, reason: str) -> None:
+        """By its owner, or before it began."""
         self._end("cancelled")
 
     def shut_down(self) -> None:
@@ -127,17 +130,8 @@ class RunningGeneration:
     async def run(self) -> None:
         """From queued to ended; raises nothing. All tasks of the session live and die in here."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                telemetry = tasks.create_task(self._forward_telemetry())
-                work = tasks.create_task(self._work(tasks))
-                ending = tasks.create_task(self._ending.wait())
-                await asyncio.wait({work, ending}, return_when=asyncio.FIRST_COMPLETED)
-                for task in (work, ending):
-                    task.cancel()
-                await asyncio.wait({work, ending})
-                if self._session is not None:
-                    await self._session.close()
-                telemetry.cancel()
+            if not self._ending.is_set():  # else it was ended before it began
+                await self._run()
         except Exception as error:
             # The boundary of one generation: a fault of ours ends this session, not the Gateway.
             self._fault(error)
@@ -145,7 +139,22 @@ class RunningGeneration:
             self._end_as = self._end_as or "failed"
             raise
         finally:
+            if self._session is not None:
+                self._session.unwatch()  # also where a fault of ours, or the end of the Gateway, left it unclosed
             self._conclude()
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            telemetry = tasks.create_task(self._forward_telemetry())
+            work = tasks.create_task(self._work(tasks))
+            ending = tasks.create_task(self._ending.wait())
+            await asyncio.wait({work, ending}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (work, ending):
+                task.cancel()
+            await asyncio.wait({work, ending})
+            if self._session is not None:
+                await self._session.close()
+            telemetry.cancel()
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         """What is done for the client. A failure is told at once; closing the Nodes comes after."""
@@ -199,7 +208,7 @@ class RunningGeneration:
 
     async def _generate(self, tasks: asyncio.TaskGroup) -> None:
         admission = self._owner.admission(self._request.model)
-        session = await admission.admit(lambda: self._open(tasks), self._record.queued_at)
+        session = await admission.admit(lambda: self._try(tasks), self._record.queued_at)
         self._record.enter("prefill")
         self._opened.set()
         prefill = tasks.create_task(session.prefill())
@@ -221,6 +230,14 @@ class RunningGeneration:
             self._record.enter("completed")
             self._emit(FinishedEvent(reason=finished.reason, generated=finished.generated))
 
+    async def _try(self, tasks: asyncio.TaskGroup) -> RouteSession:
+        try:
+            return await self._open(tasks)
+        except ShardlineError as error:
+            if error.code in CAPACITY_CODES:
+                self._record.enter("queued")  # again, or still: whoever refused it, the Tracker or a Node
+            raise
+
     async def _open(self, tasks: asyncio.TaskGroup) -> RouteSession:
         """One try: route, tickets, all Nodes. What it opened is closed again before a refusal leaves it."""
         owner, request = self._owner, self._request
@@ -232,7 +249,8 @@ class RunningGeneration:
                 gateway=owner.gateway_id,
                 avoid_nodes=owner.avoided_nodes(),
                 avoid_links=owner.avoided_links(),
-            )
+            ),
+            called=request.name or request.model,
         )
         self._record.routed(answer.route)
         self._record.enter("opening")
@@ -252,7 +270,6 @@ class RunningGeneration:
             await session.open()
         except ShardlineError:
             owner.report(session, "failed")
-            self._record.enter("queued")
             raise
         except asyncio.CancelledError:
             owner.report(session, "cancelled")
@@ -272,11 +289,13 @@ def not_running(reason: str) -> None:
     """Cancels what has ended: nothing."""
 
 
-def of_tracker(error: ShardlineError) -> ShardlineError:
+def of_tracker(error: ShardlineError, *, asked: str = "", called: str = "") -> ShardlineError:
     """What a client may hear of a Tracker's refusal: its own business, or that the cluster has a problem, but neither
-    addresses nor answers that were meant for the Gateway."""
+    addresses nor answers that were meant for the Gateway. The Tracker was `asked` for a model that the client `called`
+    otherwise, and is quoted in the client's words."""
     if error.code in _FOR_CLIENTS:
-        return error
+        message = error.message.replace(asked, called) if asked else error.message
+        return ShardlineError(error.code, message, param=error.param, advice=error.advice, **error.details)
     log.warning("tracker_refused", code=error.code, reason=error.message)
     why = "does not answer" if error.code == "tracker_unreachable" else f"refused this Gateway ({error.code})"
     return ShardlineError("tracker_unreachable", f"the Tracker {why}", retry_after=_RETRY_AFTER_S)
@@ -321,29 +340,40 @@ class RouteGenerations:
 
     def announce(self, model: str, key_id: str) -> str:
         """Begin the record of a Route Session whose prompt is not known yet: its first event is there before any
-        Node is asked, also to tokenise. Returns its id, for `GenerationRequest.session`."""
-        return self.records.new(key_id=key_id, model=model, prompt_tokens=0).id
+        Node is asked, also to tokenise. Returns its id, for one `start` or one `withdraw`."""
+        record = self.records.new(key_id=key_id, model=model, prompt_tokens=0)
+        record.cancel = lambda reason: record.enter("cancelled")  # `start` sees it
+        return record.id
 
     def withdraw(self, session: str, error: ShardlineError | None) -> None:
         """An announced session does not come to be: refused with `error`, or left by its client."""
-        record = self.records.running(session)
-        if record is not None and error is not None:
+        record = self.records.find(session)
+        if record is None:
+            return
+        record.cancel = not_running
+        if error is not None:
             record.fail(error)
-        elif record is not None:
+        else:
             record.enter("cancelled")
+        self._count(record)
 
     def start(self, request: GenerationRequest) -> RunningGeneration:
-        """Begin at once, as the announced session where there is one."""
+        """Begin at once, as the announced session where there is one. Raises `draining` when nothing can run any
+        more."""
         if self._tasks is None:
-            raise RuntimeError("the generations do not run")
+            stopped = ShardlineError("draining", "the Gateway has stopped", limit="drain")
+            if request.session is not None:
+                self.withdraw(request.session, stopped)
+            raise stopped
         tokens = len(request.prompt)
-        record = None if request.session is None else self.records.running(request.session)
-        if record is None:
-            record = self.records.new(key_id=request.key_id, model=request.model, prompt_tokens=tokens)
+        announced = None if request.session is None else self.records.find(request.session)
+        record = announced or self.records.new(key_id=request.key_id, model=request.model, prompt_tokens=tokens)
         record.prompt_tokens = tokens
         generation = RunningGeneration(self, request, record)
         if self._draining:
             generation.shut_down()
+        elif request.session is not None and (announced is None or announced.ended is not None):
+            generation.end_cancelled("cancelled while its prompt was made")
         self._live.add(generation)
         task = self._tasks.create_task(generation.run())
         task.add_done_callback(lambda _: self._live.discard(generation))
@@ -368,25 +398,24 @@ class RouteGenerations:
         except ShardlineError as error:
             raise of_tracker(error) from None
 
-    async def route(self, asked: RouteRequest) -> RouteAnswer:
-        """A route from the Tracker, for a model that was listed a moment ago."""
+    async def route(self, asked: RouteRequest, *, called: str) -> RouteAnswer:
+        """A route from the Tracker, for a model that was listed a moment ago, and that the client `called` so."""
         try:
             return await self.tracker.routes(asked)
         except ShardlineError as error:
+            told = of_tracker(error, asked=asked.model, called=called)
             if error.code not in ("model_not_found", "model_unavailable"):
-                raise of_tracker(error) from None
+                raise told from None
             self._served.doubt()
             if error.code == "model_unavailable":
-                raise
-            message = f"no Node serves the model '{asked.model[:100]}' now"
+                raise told from None
+            message = f"no Node serves the model '{called[:100]}' now"
             raise ShardlineError("model_unavailable", message, param="model", retry_after=_RETRY_AFTER_S) from None
 
     def admission(self, model: str) -> Admission:
         if model not in self._admissions:
-            idle = [m for m, a in self._admissions.items() if not a.waiting]
-            if len(self._admissions) > 256:
-                for name in idle:
-                    del self._admissions[name]
+            if len(self._admissions) > _ADMISSIONS:
+                self._admissions = {name: queue for name, queue in self._admissions.items() if queue.used}
             self._admissions[model] = Admission(self.settings)
         return self._admissions[model]
 
@@ -398,6 +427,9 @@ class RouteGenerations:
         """A generation is over: its place is free, its numbers are final."""
         if record.model in self._admissions:
             self._admissions[record.model].freed()
+        self._count(record)
+
+    def _count(self, record: Record) -> None:
         self._metrics.ended(
             status=record.phase,
             code=None if record.failure is None else str(record.failure["code"]),

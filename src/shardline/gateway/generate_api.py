@@ -23,6 +23,7 @@ class GenerationRequest:
     """One choice: a prompt that fits, and how to go on from it. Every number was checked before."""
 
     model: str
+    """As it is served; names its queue and its record."""
     content_id: str
     """Of the Model Artifact whose text bundle made the prompt: the route must be of the same."""
     prompt: list[int]
@@ -35,6 +36,8 @@ class GenerationRequest:
     """The principal: sees and cancels its own sessions only."""
     session: str | None = None
     """Id of an announced Route Session that this becomes; None: a new one."""
+    name: str | None = None
+    """What the client called the model, where errors name it; None: `model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class Generations(Protocol):
         """An announced session does not come to be: refused with `error`, or (None) left by its client."""
 
     def start(self, request: GenerationRequest) -> Generation:
-        """Queue the choice. Raises nothing: a refusal comes out of the Generation."""
+        """Queue the choice. A refusal comes out of the Generation; raises `draining` where nothing runs any more."""
 
     async def models(self) -> list[ModelInfo]:
         """All models that the Tracker knows, whole or not; at most one second old."""
@@ -110,7 +113,8 @@ class SessionRecords(Protocol):
 
     def get(self, record_id: str, key_id: str) -> dict[str, Any]: ...
 
-    async def cancel(self, record_id: str, key_id: str) -> None: ...
+    async def cancel(self, record_id: str, key_id: str) -> None:
+        """Have the session end as cancelled, and return when it has, or a limit has passed."""
 
     def subscribe(self, record_id: str, key_id: str, after: int = 0) -> AsyncIterator[tuple[int, bytes]]:
         """Numbered telemetry events above `after`, kept ones first; ends with the session."""

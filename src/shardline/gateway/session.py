@@ -137,15 +137,16 @@ class RouteSession:
     async def open(self) -> None:
         """Open on all Nodes, in parallel. All or nothing: a refusal closes the others and is raised."""
         self._liveness.watch(self, self._urls)
-        for line, ticket in zip(self._lines, self._tickets, strict=True):
-            line.task = self._tasks.create_task(self._hold(line, ticket))
         try:
+            for line, ticket in zip(self._lines, self._tickets, strict=True):
+                line.task = self._tasks.create_task(self._hold(line, ticket))
             async with asyncio.timeout(self._settings.open_s):
                 while self.failure is None and not all(line.opened for line in self._lines):
                     await self._next_change()
         except TimeoutError:
-            late = next(line for line in self._lines if not line.opened)
-            self._fail(self._lost(late, "did not open the session in time", limit="open"))
+            late = next((line for line in self._lines if not line.opened), None)
+            if late is not None:  # else the last answer came together with the end of the limit
+                self._fail(self._lost(late, "did not open the session in time", limit="open"))
         except BaseException:
             await self.close()
             raise
@@ -413,7 +414,7 @@ class RouteSession:
             return
         self._closing = True
         self._changed.set()
-        self._liveness.unwatch(self, self._urls)
+        self.unwatch()
         try:
             async with asyncio.TaskGroup() as group:
                 for line in self._lines:
@@ -421,6 +422,10 @@ class RouteSession:
                         group.create_task(self._close_line(line))
         finally:
             self._closed.set()
+
+    def unwatch(self) -> None:
+        """Beat and judge no more. Idempotent; part of `close`."""
+        self._liveness.unwatch(self, self._urls)
 
     async def _close_line(self, line: _Line) -> None:
         """Ask the Node to close, wait for `closed` on the stream; a stream that does not end is cut."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -98,8 +97,8 @@ async def or_silence(items: AsyncIterator[T], silence_s: float) -> AsyncGenerato
     finally:
         if waiting is not None:
             waiting.cancel()
-            with suppress(asyncio.CancelledError, StopAsyncIteration):
-                await waiting
+            await asyncio.wait({waiting})
+            _ = waiting.cancelled() or waiting.exception()  # looked at: whoever closes this wants no more of it
         if isinstance(items, AsyncGenerator):
             await items.aclose()
 

@@ -69,7 +69,7 @@ class TextStore:
         """The text of `model`'s tokens. Raises `text_unavailable` where no Node serves its bundle."""
         digest = model.text_digest
         if digest is None or not _DIGEST.fullmatch(digest):
-            raise ShardlineError("text_unavailable", f"no Node serves the text of '{model.model}' yet")
+            raise ShardlineError("text_unavailable", "no Node serves the text of the model yet")
         kept = self._kept.get(digest)
         if kept is not None:
             self._kept.move_to_end(digest)
@@ -109,7 +109,7 @@ class TextStore:
                         return _single_bos(tokens, vocabulary.bundle.bos)
         except TimeoutError:
             reasons.append(f"no answer within the limit control ({self._settings.control_s:g} s)")
-        raise _unavailable(model.model, "tokenises", reasons)
+        raise _unavailable("tokenises", reasons)
 
     async def _ask_head(
         self, peer: Peer, request: TokenizeRequest, vocabulary: Vocabulary, reasons: list[str]
@@ -195,7 +195,7 @@ class TextStore:
             except OSError as error:
                 log.warning("text_bundle_not_kept", digest=digest, reason=error.strerror)
             return vocabulary
-        raise _unavailable("the model", "serves the text bundle", reasons)
+        raise _unavailable("serves the text bundle", reasons)
 
 
 def _checked(raw: bytes, digest: str) -> Vocabulary:
@@ -226,9 +226,9 @@ def _single_bos(tokens: list[int], bos: int | None) -> list[int]:
     return tokens
 
 
-def _unavailable(model: str, what: str, reasons: list[str]) -> ShardlineError:
-    log.warning("text_unavailable", model=model, reasons=reasons)
-    return ShardlineError("text_unavailable", f"no head Node of {model} {what} now: {len(reasons)} asked")
+def _unavailable(what: str, reasons: list[str]) -> ShardlineError:
+    log.warning("text_unavailable", lacking=what, reasons=reasons)
+    return ShardlineError("text_unavailable", f"no head Node of the model {what} now: {len(reasons)} asked")
 
 
 def _read(path: Path) -> bytes | None:

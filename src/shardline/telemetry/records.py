@@ -337,12 +337,11 @@ class Records:
                 record.thin()
                 self._count(record)
 
-    def running(self, record_id: str) -> Record | None:
-        """The record of a session that has not ended; None where there is none (any more)."""
-        record = self._records.get(record_id)
-        return None if record is None or record.phase in ENDED else record
+    def find(self, record_id: str) -> Record | None:
+        """The record, running or ended; None where there is none (any more)."""
+        return self._records.get(record_id)
 
-    def _find(self, record_id: str, key_id: str) -> Record:
+    def _owned(self, record_id: str, key_id: str) -> Record:
         record = self._records.get(record_id)
         if record is None or record.key_id != key_id:
             raise ShardlineError("session_not_found", "no such Route Session of this key")
@@ -354,7 +353,7 @@ class Records:
         return [self._view(r) for r in reversed(self._records.values()) if r.key_id == key_id]
 
     def get(self, record_id: str, key_id: str) -> dict[str, Any]:
-        return self._view(self._find(record_id, key_id))
+        return self._view(self._owned(record_id, key_id))
 
     def _view(self, record: Record) -> dict[str, Any]:
         view = msgspec.to_builtins(record.snapshot())
@@ -363,7 +362,7 @@ class Records:
     async def cancel(self, record_id: str, key_id: str) -> None:
         """Have the session end as cancelled, and return when it has, or after `control_s`; nothing happens to one that
         has ended."""
-        record = self._find(record_id, key_id)
+        record = self._owned(record_id, key_id)
         if record.phase in ENDED:
             return
         record.cancel("cancelled by request")
@@ -374,7 +373,7 @@ class Records:
 
     async def subscribe(self, record_id: str, key_id: str, after: int = 0) -> AsyncIterator[tuple[int, bytes]]:
         """Events with a number above `after`: those kept, then live ones until the session has ended."""
-        record = self._find(record_id, key_id)
+        record = self._owned(record_id, key_id)
         while True:
             events = record.events_after(after)
             for seq, event in events:

@@ -1,6 +1,6 @@
 """The engine seam: what a backend must do, and the values that go in and out of it.
 
-A backend is synchronous, holds one Shard, and is called by one thread only. Outside of tests it lives in the worker
+A backend is synchronous, holds one Shard, and is called by one thread only (`tokenize` by two others). Outside of tests it lives in the worker
 process (model/worker.py); the Node sees it through the asynchronous `Engine` of model/engine.py. Sampling is not a
 backend's work: it returns logits, model/generation.py makes tokens of them for every engine alike.
 """
@@ -83,7 +83,8 @@ class BackendEntry:
 @dataclass(frozen=True, slots=True)
 class BackendOutput:
     """Per entry: the rows of `layout_out`, or on the tail the logits of the last row (float32, [vocab_size], an
-    object with the buffer protocol), or neither where no output was wanted."""
+    object with the buffer protocol), or neither where no output was wanted. They may be views of the engine's own
+    memory: valid until the next call of the backend."""
 
     hidden: tuple[Buffer, ...] = ()
     logits: Any | None = None
@@ -115,7 +116,9 @@ class Backend(Protocol):
 
     def restore(self, slot: int, state: bytes) -> None: ...
 
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text. Called from threads of its own, two at a time, while anything else runs: it shares no
+        state with the rest, and should release the interpreter while it works."""
 
     def text_bundle(self) -> bytes | None:
         """MessagePack of `wire.messages.TextBundle`; head and tail only."""

@@ -19,12 +19,14 @@ from shardline.wire.messages import StepTimes
 
 BACKENDS: dict[str, str] = {
     "torch": "shardline.model.torch_backend:load",
+    "llama": "shardline.model.llama_shard:load",
     "scripted": "shardline.model.scripted:load",
 }
 """Name -> `module:factory`. The factory takes a `ShardSpec`, and a keyword `progress(done, total)` if it names one."""
 
 SELF_TESTS: dict[str, str] = {
     "torch": "shardline.model.self_test:self_test",
+    "llama": "shardline.model.self_test:self_test",
     "scripted": "shardline.model.scripted:self_test",
 }
 """Name -> `module:function` from a loaded backend to its `StepTimes`; raises where the Shard does not compute."""

@@ -68,7 +68,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_ctx": (c_uint32, (_CONTEXT,)),
     "llama_n_ubatch": (c_uint32, (_CONTEXT,)),
     "llama_get_memory": (MEMORY, (_CONTEXT,)),
-    "llama_decode": (c_int32, (_CONTEXT, "llama_batch")),
+    "llama_decode": (c_int32, (_CONTEXT, "Batch")),
     "llama_synchronize": (None, (_CONTEXT,)),
     "llama_get_logits_ith": (c_void_p, (_CONTEXT, c_int32)),
     "llama_memory_seq_rm": (c_bool, (MEMORY, c_int32, c_int32, c_int32)),
@@ -83,7 +83,11 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_sampler_free": (None, (SAMPLER,)),
     "llama_tokenize": (c_int32, (VOCAB, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool)),
     "llama_vocab_n_tokens": (c_int32, (VOCAB,)),
-    "llama_vocab_type": (c_int32, (VOCAB,)),
+    "llama_vocab_get_attr": (c_int32, (VOCAB, c_int32)),
+    "llama_vocab_fim_pre": (c_int32, (VOCAB,)),
+    "llama_vocab_fim_suf": (c_int32, (VOCAB,)),
+    "llama_vocab_fim_mid": (c_int32, (VOCAB,)),
+    "llama_token_to_piece": (c_int32, (VOCAB, c_int32, c_char_p, c_int32, c_int32, c_bool)),
     "llama_vocab_get_add_bos": (c_bool, (VOCAB,)),
     "llama_vocab_is_eog": (c_bool, (VOCAB, c_int32)),
     "llama_set_embeddings_layer_inp": (None, (_CONTEXT, c_uint32, c_bool)),
@@ -103,7 +107,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_dev_type": (c_int32, (c_void_p,)),
     "ggml_get_type_traits": (c_void_p, (c_int32,)),
 }
-"""Name -> result, arguments. A string names a struct that is handed over by value."""
+"""Name -> result, arguments. A string names a struct that is handed over by value: of llama_cpp, or `Batch`."""
 
 _MANGLED = {
     "llama_set_embeddings_layer_inp": "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
@@ -121,6 +125,20 @@ _CONTEXT_DEFAULTS = {
     "offload_kqv": True, "no_perf": True, "op_offload": True, "swa_full": True, "kv_unified": False,
 }  # fmt: skip
 """What the library fills in where the layout is the one that was read; everything else is zero."""
+
+
+class Batch(ctypes.Structure):
+    """`llama_batch`, its pointers as plain addresses: they are set at every step, and this is the cheap way."""
+
+    _fields_ = [  # noqa: RUF012 - ctypes reads it
+        ("n_tokens", c_int32),
+        ("token", c_void_p),
+        ("embd", c_void_p),
+        ("pos", c_void_p),
+        ("n_seq_id", c_void_p),
+        ("seq_id", c_void_p),
+        ("logits", c_void_p),
+    ]
 
 
 class TypeTraits(ctypes.Structure):
@@ -219,7 +237,9 @@ def library() -> LlamaLibrary:
         raise _unavailable(f"the shared library of llama.cpp cannot be loaded: {error!s:.200}") from None
     c = _Functions(libraries, package.llama_cpp)
     _declare(libraries, "llama_log_set", (None, (c_void_p, c_void_p)))(log.callback, None)
-    check_layout(_filled(libraries, "llama_model_default_params", package.llama_cpp.llama_model_params), _MODEL_DEFAULTS)
+    check_layout(
+        _filled(libraries, "llama_model_default_params", package.llama_cpp.llama_model_params), _MODEL_DEFAULTS
+    )
     check_layout(
         _filled(libraries, "llama_context_default_params", package.llama_cpp.llama_context_params), _CONTEXT_DEFAULTS
     )
@@ -267,8 +287,12 @@ class _Functions:
 
     def __init__(self, libraries: list[ctypes.CDLL], structs: Any) -> None:
         for name, (result, arguments) in _FUNCTIONS.items():
-            kinds = tuple(getattr(structs, a) if isinstance(a, str) else a for a in arguments)
+            kinds = tuple(_struct(structs, a) if isinstance(a, str) else a for a in arguments)
             setattr(self, name, _declare(libraries, name, (result, kinds)))
+
+
+def _struct(structs: Any, name: str) -> Any:
+    return Batch if name == Batch.__name__ else getattr(structs, name)
 
 
 def _declare(libraries: list[ctypes.CDLL], name: str, types: tuple[Any, tuple[Any, ...]]) -> Any:

@@ -221,5 +221,3 @@ def _bytes(size: int) -> Any:
 
 def _no_residual(why: str) -> ShardlineError:
     return ShardlineError("architecture_unsupported", f"the residual behind the last layer cannot be taken: {why}")
-
-

@@ -81,7 +81,8 @@ class _Prompt:
     @classmethod
     def random(cls, description: ShardDescription, rows: int) -> _Prompt:
         rng = np.random.default_rng(0)
-        tokens = rng.integers(0, description.vocab_size, rows, dtype=np.int32)
+        # In the middle of a model, ids only pass by, and its vocabulary may not be known.
+        tokens = rng.integers(0, description.vocab_size or 2, rows, dtype=np.int32)
         hidden = (_encoded(rng.standard_normal((rows, *t.shape)), t) for t in description.layout_in.tensors)
         return cls(tokens, tuple(hidden))
 
@@ -148,7 +149,8 @@ class _Run:
     def _last_row(self, output: BackendOutput, rows: int) -> Floats:
         """The logits, or the last row of all tensors of the layout, as one array; finite."""
         if self._description.is_tail:
-            logits = np.asarray(output.logits, dtype=np.float32)
+            # A copy: what a backend returns may be its own memory, which the next call uses again.
+            logits = np.array(output.logits, dtype=np.float32)
             if output.logits is None or logits.shape != (self._description.vocab_size,):
                 raise _failed(f"logits of the shape {logits.shape}, expected {self._description.vocab_size}")
             values = logits

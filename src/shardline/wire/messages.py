@@ -27,6 +27,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     quantisation: str
     device: str
     threads: int
+    commit: str | None = None
+    """Source revision of the engine's library."""
+    kv_type: str | None = None
+    """What keys and values are kept in."""
+    context_tokens: int | None = None
+    """KV tokens that the engine's buffer has room for."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):

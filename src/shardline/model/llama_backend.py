@@ -1,0 +1,363 @@
+"""The llama.cpp engine: a `Backend` over one context, in which every slot is a sequence.
+
+Owns the slots, the check that each row stands where its sequence ends, one llama_decode for all entries of a batch, and
+what follows from its return codes. How a Shard is loaded is in llama_shard.py. What it hands out are views of the
+library's memory, valid until the next call. Shown by tests/model/test_llama_backend.py and test_llama_exact.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardline.errors import ShardlineError
+from shardline.model import llama_state
+from shardline.model.backend import BackendEntry, BackendOutput, Buffer, ShardDescription
+from shardline.model.llama_context import LlamaContext, LlamaModel
+from shardline.model.llama_embedding import EmbeddingMatrix
+from shardline.model.llama_library import LlamaLibrary
+from shardline.model.llama_rows import RowArrays, address_of
+from shardline.model.llama_tap import Tap, view
+from shardline.model.llama_text import LlamaText
+
+_NO_ROOM = 1
+_INVALID = -1
+_OUT_OF_MEMORY = -2
+_CODES = {2: "was aborted", _INVALID: "found the batch invalid", _OUT_OF_MEMORY: "ran out of memory", -3: "failed"}
+_FAILURES_LIMIT = 2
+"""Calls in succession that failed in computing before the engine as a whole counts as lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedShard:
+    """Everything that a backend works with, made and checked by llama_shard.py."""
+
+    library: LlamaLibrary
+    model: LlamaModel
+    context: LlamaContext
+    arrays: RowArrays
+    rows: int
+    """Most rows of one llama_decode."""
+    sessions: int
+    description: ShardDescription
+    tap: Tap | None
+    """None on the tail."""
+    embedding: EmbeddingMatrix | None
+    """Of a head that is cut; a whole model takes token ids itself."""
+    divisor: float
+    """Of rows that come in; 1.0 in all architectures but those whose graph scales whatever it is given."""
+    equal_rows: bool
+    """Entries of one call must have the same number of rows: the library would cut the call into several, and a tap
+    sees only the last."""
+    window: int
+    """Of sliding attention whose passed part is dropped; 0: nothing is."""
+    recurrent: bool
+    text: LlamaText | None
+    identity: bytes
+    """SHA-256 of what a saved slot belongs to."""
+
+
+class _Row(NamedTuple):
+    """An entry that passed its checks."""
+
+    index: int
+    sequence: int
+    entry: BackendEntry
+
+
+class LlamaBackend:
+    """One loaded Shard; implements `Backend`. Called by one thread, except for `tokenize`."""
+
+    def __init__(self, shard: LoadedShard) -> None:
+        self._shard = shard
+        self._c = shard.library.c
+        self._context = shard.context.pointer
+        self._memory = shard.context.memory
+        self._arrays = shard.arrays
+        self._description = shard.description
+        self._is_head = shard.description.is_head
+        self._is_tail = shard.description.is_tail
+        self._width = shard.arrays.hidden.shape[1]
+        self._sequences: dict[int, int] = {}
+        self._free = list(range(shard.sessions))
+        self._failures = 0
+
+    def describe(self) -> ShardDescription:
+        return self._description
+
+    def open(self, slot: int) -> None:
+        """`capacity` where all sequences are taken."""
+        if slot in self._sequences:
+            raise ShardlineError("engine_error", f"slot {slot} is open already")
+        if not self._free:
+            raise ShardlineError("capacity", f"the engine has {self._shard.sessions} slots, and all are open")
+        self._sequences[slot] = heapq.heappop(self._free)
+
+    def close(self, slot: int) -> None:
+        sequence = self._sequences.pop(slot, None)
+        if sequence is not None:
+            self._clear(sequence)
+            heapq.heappush(self._free, sequence)
+
+    def kv_tokens(self, slot: int) -> int:
+        return int(self._c.llama_memory_seq_pos_max(self._memory, self._sequence(slot))) + 1
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids. `text_unavailable` on Shards and models without a tokenizer. Safe to call from any thread."""
+        if self._shard.text is None:
+            raise ShardlineError("text_unavailable", "this Shard has no tokenizer")
+        return self._shard.text.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def text_bundle(self) -> bytes | None:
+        return self._shard.text.bundle if self._shard.text is not None else None
+
+    def unload(self) -> None:
+        """Free everything. For processes that outlive their engine; a worker simply ends."""
+        self._shard.context.close()
+        self._shard.model.close()
+
+    # ---- going back, and states --------------------------------------------------------------------------------
+
+    def rollback(self, slot: int, position: int) -> None:
+        """Exact, or `rollback_unsupported`: with recurrent layers, and where a window has dropped what is needed."""
+        sequence, held = self._sequence(slot), self.kv_tokens(slot)
+        if not 0 <= position <= held:
+            raise ShardlineError("seam_gap", f"cannot go back to {position}: the cache ends at {held}")
+        if position == held:
+            return
+        if position == 0:
+            self._clear(sequence)
+            return
+        if self._shard.recurrent:
+            raise ShardlineError("rollback_unsupported", "layers of this Shard keep a state that cannot be taken back")
+        oldest = self._c.llama_memory_seq_pos_min(self._memory, sequence)
+        if self._shard.window and oldest > max(0, position - self._shard.window):
+            raise ShardlineError(
+                "rollback_unsupported", f"the sliding window has dropped what position {position} needs"
+            )
+        if not self._c.llama_memory_seq_rm(self._memory, sequence, position, -1):
+            raise ShardlineError("rollback_unsupported", f"the cache cannot be cut at {position}")
+
+    def save(self, slot: int) -> bytes:
+        sequence = self._sequence(slot)
+        return llama_state.save(
+            self._shard.library, self._address(), sequence, self.kv_tokens(slot), self._shard.identity
+        )
+
+    def restore(self, slot: int, state: bytes) -> None:
+        """Replace what an open slot holds by what `save` gave on a Shard like this; else `snapshot_invalid`, and the
+        slot is as before, or empty where the library refused a state in the middle."""
+        sequence = self._sequence(slot)
+        tokens = llama_state.check(state, self._shard.identity)
+        self._clear(sequence)
+        try:
+            llama_state.restore(self._shard.library, self._address(), sequence, state)
+            if self.kv_tokens(slot) != tokens:
+                raise ShardlineError("snapshot_invalid", f"{self.kv_tokens(slot)} tokens came of a state of {tokens}")
+        except ShardlineError:
+            self._clear(sequence)
+            raise
+
+    # ---- computing ---------------------------------------------------------------------------------------------
+
+    def run(self, entries: Sequence[BackendEntry]) -> list[BackendOutput | Exception]:
+        """One llama_decode for all entries (more only where their rows do not fit one). Rows are grouped by ascending
+        sequence, as they lie in the cache."""
+        if len(entries) == 1:
+            return [self._run_one(entries[0])]
+        results: list[BackendOutput | Exception | None] = [None] * len(entries)
+        rows: list[_Row] = []
+        for index, entry in enumerate(entries):
+            try:
+                rows.append(_Row(index, self._check(entry), entry))
+            except ShardlineError as error:
+                results[index] = error
+        rows.sort(key=lambda row: row.sequence)
+        calls = self._calls(rows)
+        for call in calls:
+            outputs = self._decode(call)
+            for row, output in zip(call, outputs, strict=True):
+                # Views end with the next call of the library.
+                results[row.index] = output if len(calls) == 1 else _kept(output)
+        return [result for result in results if result is not None]
+
+    def _run_one(self, entry: BackendEntry) -> BackendOutput | Exception:
+        try:
+            row = _Row(0, self._check(entry), entry)
+        except ShardlineError as error:
+            return error
+        return self._decode((row,))[0]
+
+    def _check(self, entry: BackendEntry) -> int:
+        """The entry's sequence; `engine_error` where it is not open or ends elsewhere. llama.cpp's own check passes a
+        position twice in some architectures, and any in an empty sequence."""
+        sequence = self._sequence(entry.slot)
+        held = int(self._c.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+        if entry.position != held:
+            raise ShardlineError("engine_error", f"rows for position {entry.position}, but the cache ends at {held}")
+        rows = entry.rows
+        if not 1 <= rows <= self._shard.rows:
+            raise ShardlineError("engine_error", f"{rows} rows in one entry, expected 1 to {self._shard.rows}")
+        if memoryview(entry.tokens).nbytes != 4 * rows:
+            raise ShardlineError(
+                "engine_error", f"{memoryview(entry.tokens).nbytes} bytes of token ids for {rows} rows"
+            )
+        if not self._is_head and [memoryview(h).nbytes for h in entry.hidden] != [4 * self._width * rows]:
+            raise ShardlineError("engine_error", f"hidden rows of another size than {4 * self._width} bytes each")
+        return sequence
+
+    def _calls(self, rows: list[_Row]) -> list[list[_Row]]:
+        """Rows that fit one llama_decode together, in order."""
+        calls: list[list[_Row]] = []
+        room = 0
+        for row in rows:
+            same = bool(calls) and (not self._shard.equal_rows or calls[-1][-1].entry.rows == row.entry.rows)
+            if not same or row.entry.rows > room:
+                calls.append([])
+                room = self._shard.rows
+            calls[-1].append(row)
+            room -= row.entry.rows
+        return calls
+
+    def _decode(self, call: Sequence[_Row]) -> list[BackendOutput | Exception]:
+        try:
+            batch = self._filled(call)
+        except ShardlineError as error:
+            return [error] * len(call)
+        code = self._c.llama_decode(self._context, batch)
+        if code:
+            self._arrays.unmark()
+            return [self._failed(code, call)] * len(call)
+        self._failures = 0
+        return self._logits(call) if self._is_tail else self._hidden(call)
+
+    def _filled(self, call: Sequence[_Row]) -> Any:
+        """The batch of a call. `engine_error` for token ids outside of the vocabulary."""
+        arrays = self._arrays
+        start = 0
+        for row in call:
+            entry = row.entry
+            arrays.place(start, entry.rows, row.sequence, entry.position)
+            if self._is_head:
+                self._take_tokens(start, entry)
+            start += entry.rows
+            if self._is_tail and entry.want_output:
+                arrays.mark(start - 1)
+        if self._is_head:
+            if self._shard.embedding is None:
+                return arrays.with_tokens(start)
+            self._shard.embedding.look_up(memoryview(arrays.tokens)[:start], arrays.hidden)
+            return arrays.with_hidden(start)
+        return arrays.with_hidden(start, self._take_hidden(call))
+
+    def _take_tokens(self, start: int, entry: BackendEntry) -> None:
+        ids = np.frombuffer(entry.tokens, np.int32)
+        size = self._description.vocab_size
+        if entry.rows == 1:
+            valid = 0 <= ids[0] < size
+        else:
+            valid = 0 <= int(ids.min()) and int(ids.max()) < size
+        if not valid:
+            self._arrays.unmark()
+            raise ShardlineError("engine_error", f"a token id is outside of 0 to {size - 1}")
+        self._arrays.tokens[start : start + entry.rows] = ids
+
+    def _take_hidden(self, call: Sequence[_Row]) -> int | None:
+        """The address of the rows where they lie already as one; None: they were gathered in the arrays."""
+        divisor = self._shard.divisor
+        if len(call) == 1 and divisor == 1.0:
+            address = address_of(call[0].entry.hidden[0])
+            if address is not None:
+                return address
+        target, start = self._arrays.hidden, 0
+        for row in call:
+            given = np.frombuffer(row.entry.hidden[0], np.float32)
+            target[start : start + row.entry.rows] = given.reshape(row.entry.rows, self._width)
+            start += row.entry.rows
+        if divisor != 1.0:
+            target[:start] /= np.float32(divisor)
+        return None
+
+    def _hidden(self, call: Sequence[_Row]) -> list[BackendOutput | Exception]:
+        tap = self._shard.tap
+        if tap is None:
+            raise ShardlineError("engine_lost", "a Shard that is not the tail has no tap")
+        total = sum([row.entry.rows for row in call])
+        rows = tap.rows(total)
+        if len(call) == 1:
+            return [BackendOutput((rows,))]
+        outputs: list[BackendOutput | Exception] = []
+        size, start = 4 * self._width, 0
+        for row in call:
+            end = start + size * row.entry.rows
+            outputs.append(BackendOutput((rows[start:end],)))
+            start = end
+        return outputs
+
+    def _logits(self, call: Sequence[_Row]) -> list[BackendOutput | Exception]:
+        self._arrays.unmark()
+        outputs: list[BackendOutput | Exception] = []
+        size = 4 * self._description.vocab_size
+        last = -1
+        for row in call:
+            last += row.entry.rows
+            if not row.entry.want_output:
+                outputs.append(BackendOutput())
+                continue
+            address = self._c.llama_get_logits_ith(self._context, last)
+            if not address:
+                raise ShardlineError("engine_lost", "the library computed a batch and has no logits of it")
+            outputs.append(BackendOutput(logits=np.frombuffer(view(address, size), np.float32)))
+        if not any(row.entry.want_output for row in call):
+            # Decoding is asynchronous where there are accelerators; the next batch's rows must not overtake it.
+            self._c.llama_synchronize(self._context)
+        return outputs
+
+    def _failed(self, code: int, call: Sequence[_Row]) -> ShardlineError:
+        """What a return code means. The sessions of the call fail, all others go on: where nothing was computed
+        nothing has changed, and where it was begun the sequences of the call are emptied here. `engine_lost` is raised
+        where that does not help."""
+        words = self._shard.library.log.last_words(1)
+        said = f": {words[:300]}" if words else ""
+        if code == _NO_ROOM:
+            return ShardlineError("engine_out_of_memory", "the KV buffer has no room for the rows of this batch")
+        if code == _INVALID:
+            return ShardlineError("engine_error", f"llama.cpp {_CODES[code]}{said}")
+        what = f"llama.cpp {_CODES.get(code, f'returned {code}')} in computing{said}"
+        self._failures += 1
+        if self._failures >= _FAILURES_LIMIT:
+            raise ShardlineError("engine_lost", f"{what}; so did the batch before")
+        for row in call:
+            self._clear(row.sequence)
+        return ShardlineError("engine_out_of_memory" if code == _OUT_OF_MEMORY else "engine_error", what)
+
+    # ---- sequences ---------------------------------------------------------------------------------------------
+
+    def _sequence(self, slot: int) -> int:
+        sequence = self._sequences.get(slot)
+        if sequence is None:
+            raise ShardlineError("engine_error", f"slot {slot} is not open")
+        return sequence
+
+    def _clear(self, sequence: int) -> None:
+        """Empty a sequence. A whole one can always be removed; `engine_lost` where it is not gone."""
+        self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        if self._c.llama_memory_seq_pos_max(self._memory, sequence) != -1:
+            raise ShardlineError("engine_lost", f"sequence {sequence} cannot be removed from the cache")
+
+    def _address(self) -> int:
+        if self._context is None:
+            raise ShardlineError("engine_lost", "the context is closed")
+        return self._context
+
+
+def _kept(output: BackendOutput | Exception) -> BackendOutput | Exception:
+    """A copy that outlives the library's next call."""
+    if isinstance(output, Exception):
+        return output
+    hidden: tuple[Buffer, ...] = tuple(bytes(buffer) for buffer in output.hidden)
+    return BackendOutput(hidden, None if output.logits is None else output.logits.copy())

@@ -1,0 +1,164 @@
+"""A model and a context of llama.cpp, made and freed: how a Shard is loaded and what its context is set up with.
+
+Owns the two pointers, and the order in which they are freed. The set-up follows what makes a split exact and admission
+true: one KV buffer for all sequences, flash attention, one ubatch a call. Refuses to know slots and rows.
+Shown by tests/model/test_llama_context.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shardline.errors import ShardlineError
+from shardline.model.llama_library import LLAMA_MAX_SEQ, LlamaLibrary
+from shardline.model.llama_tap import Tap
+
+Progress = Callable[[int, int], None]
+
+TAP_SEQUENCE = LLAMA_MAX_SEQ - 1
+"""Belongs to the tap and is in no batch. It takes no room: KV and recurrent states are for lower ids."""
+SESSIONS_LIMIT = TAP_SEQUENCE
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
+"""What keys and values may be kept in, with the library's numbers. Flash attention computes with all of them."""
+_FLASH_ATTENTION_ON = 1
+_LOAD_STEPS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPlan:
+    """What a context is made with."""
+
+    kv_tokens: int
+    """Of all sequences together; the library rounds up to a multiple of 256."""
+    sessions: int
+    rows: int
+    """Most rows of one call."""
+    outputs: int
+    """Most rows of one call that logits are wanted of."""
+    threads: int
+    kv_type: str
+    swa_full: bool
+    """Keep what a sliding window has passed: more memory, and any rollback is exact."""
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use: a second thread on a core only waits for the same arithmetic units."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+class LlamaModel:
+    """A loaded model, or with `vocab_only` its vocabulary alone (then safe to use from any thread)."""
+
+    def __init__(
+        self,
+        library: LlamaLibrary,
+        path: Path,
+        *,
+        vocab_only: bool = False,
+        gpu_layers: int = -1,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load the file (of a split model, its first part). `model_file_invalid` with the library's words where it
+        refuses the file, `engine_out_of_memory` where it found no memory."""
+        params = library.structs.llama_model_default_params()
+        params.vocab_only = vocab_only
+        params.n_gpu_layers = gpu_layers
+        # Referred to until the load is done.
+        watch = library.structs.llama_progress_callback(_heard(progress))
+        params.progress_callback = watch
+        library.log.clear()
+        self._library = library
+        self.pointer: int | None = library.c.llama_model_load_from_file(os.fsencode(path), params)
+        if not self.pointer:
+            raise load_fault(library, "model_file_invalid", f"llama.cpp does not load {path.name!r:.200}")
+
+    @property
+    def vocabulary(self) -> int:
+        pointer: int = self._library.c.llama_model_get_vocab(self.pointer)
+        return pointer
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any layer keeps a state that cannot be taken back."""
+        c = self._library.c
+        return bool(c.llama_model_is_recurrent(self.pointer) or c.llama_model_is_hybrid(self.pointer))
+
+    def close(self) -> None:
+        if self.pointer:
+            self._library.c.llama_model_free(self.pointer)
+            self.pointer = None
+
+
+class LlamaContext:
+    """A context of a model, with its tap where the residual is wanted."""
+
+    def __init__(self, library: LlamaLibrary, model: LlamaModel, plan: ContextPlan, tap: Tap | None) -> None:
+        """Raises `engine_out_of_memory` where the library finds no memory, `architecture_unsupported` where the tap
+        finds no residual, `engine_error` for anything else."""
+        self._library = library
+        self._tap = tap
+        params = _params(library.structs, plan)
+        if tap is not None:
+            tap.prepare(params)
+        library.log.clear()
+        self.pointer: int | None = library.c.llama_init_from_model(model.pointer, params)
+        try:
+            if not self.pointer:
+                raise load_fault(library, "engine_error", "llama.cpp makes no context for this Shard")
+            self.memory: int = library.c.llama_get_memory(self.pointer)
+            self.kv_tokens: int = library.c.llama_n_ctx(self.pointer)
+            if tap is not None:
+                tap.attach(self.pointer)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.pointer:
+            self._library.c.llama_free(self.pointer)
+            self.pointer = None
+        if self._tap is not None:
+            self._tap.close()
+
+
+def _params(structs: Any, plan: ContextPlan) -> Any:
+    params = structs.llama_context_default_params()
+    params.n_ctx = plan.kv_tokens
+    params.n_batch = params.n_ubatch = plan.rows
+    params.n_seq_max = plan.sessions
+    params.n_outputs_max = max(plan.outputs, plan.sessions)
+    params.n_threads = params.n_threads_batch = plan.threads
+    params.flash_attn_type = _FLASH_ATTENTION_ON
+    params.type_k = params.type_v = KV_TYPES[plan.kv_type]
+    params.kv_unified = True
+    params.swa_full = plan.swa_full
+    return params
+
+
+def load_fault(library: LlamaLibrary, code: str, what: str) -> ShardlineError:
+    """The error for a load that failed, with the library's own words."""
+    words = library.log.last_words()
+    if "failed to allocate" in words or "out of memory" in words or "bad_alloc" in words:
+        code = "engine_out_of_memory"
+    return ShardlineError(code, f"{what}: {words[:400] or 'it does not say why'}")
+
+
+def _heard(progress: Progress | None) -> Callable[[float, object], bool]:
+    last = -1
+
+    def on_progress(share: float, _user: object) -> bool:
+        nonlocal last
+        done = int(share * _LOAD_STEPS)
+        if progress is not None and done != last:
+            last = done
+            progress(done, _LOAD_STEPS)
+        return True
+
+    return on_progress

@@ -32,6 +32,7 @@ LOCK_WAIT_S = 3600.0
 """How long another process may take to make the file that this one waits for."""
 
 _LOCK_POLL_S = 0.05
+_ADVICE = "Make room on that disk, or choose a folder that you may write to."
 _CONTENT_ID = re.compile(r"mac1-[0-9a-f]{64}")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
@@ -269,7 +270,7 @@ def _check_space(folder: Path, needed: int) -> None:
     free = stat.f_bavail * stat.f_frsize
     if free < needed:
         message = f"no Shard file in {folder.name!r:.200}: it needs {needed} bytes, {free} are free"
-        raise ShardlineError("disk_full", message, needed_bytes=needed, free_bytes=free)
+        raise ShardlineError("disk_full", message, advice=_ADVICE, needed_bytes=needed, free_bytes=free)
 
 
 def _check_cancelled(cancelled: Cancelled | None) -> None:
@@ -292,11 +293,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _unwritable(error: OSError, folder: Path) -> ShardlineError:
-    if error.errno in _FULL:
-        return ShardlineError("disk_full", f"no Shard file in {folder.name!r:.200}: {error.strerror}")
-    return ShardlineError(
-        "state_unwritable", f"a Shard file cannot be written to {folder.name!r:.200}: {error.strerror}"
-    )
+    code = "disk_full" if error.errno in _FULL else "state_unwritable"
+    message = f"no Shard file can be written to {folder.name!r:.200}: {error.strerror or type(error).__name__}"
+    return ShardlineError(code, message, advice=_ADVICE)
 
 
 def _changed(path: Path) -> ShardlineError:

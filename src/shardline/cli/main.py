@@ -14,9 +14,11 @@ import click
 from shardline import __version__
 from shardline.cli.chat import chat
 from shardline.cli.cluster import demo, serve, up
+from shardline.cli.cuts import cuts
 from shardline.cli.invocation import Invocation
 from shardline.cli.listings import config, nodes, routes, sessions
 from shardline.cli.roles import gateway, node, tracker
+from shardline.cli.split import split
 from shardline.errors import ShardlineError
 
 USAGE_CODES = frozenset({"setting_invalid", "insecure_listener", "cluster_ambiguous"})
@@ -75,7 +77,7 @@ def cli(
     context.obj = Invocation(config, assignments, flags, supervised, debug)
 
 
-for _command in (up, demo, chat, nodes, sessions, routes, tracker, gateway, serve, node, config):
+for _command in (up, demo, chat, nodes, sessions, routes, tracker, gateway, serve, node, cuts, split, config):
     cli.add_command(_command)
 
 

@@ -196,6 +196,9 @@ def has_sections(keys: ArchitectureKeys) -> bool:
 def even_cut(cuts: Cuts, weights: WeightBytes, parts: int) -> list[Part]:
     """The cut into `parts` parts whose largest is as small as can be, and among those the most even one.
 
+    Measured by the bytes that a step reads, which are also those that must lie in memory: the head's embedding matrix
+    does not count, as single rows of it are looked up.
+
     Errors: `layers_invalid` where there is none, with the largest number of parts that there is;
     `architecture_unsupported` where the model is not cut at all.
     """
@@ -203,7 +206,7 @@ def even_cut(cuts: Cuts, weights: WeightBytes, parts: int) -> list[Part]:
         raise cuts._refusal()
     edges = [0, *(cuts.positions() if parts > 1 else ()), cuts.n_layers]
     legal = {
-        (a, b): weights.of_shard(a, b)
+        (a, b): weights.of_shard(a, b) - (0 if a else weights.embedding)
         for i, a in enumerate(edges)
         for b in edges[i + 1 :]
         if cuts.part_reason(a, b) is None
@@ -215,6 +218,7 @@ def even_cut(cuts: Cuts, weights: WeightBytes, parts: int) -> list[Part]:
             "layers_invalid",
             f"this model of {cuts.n_layers} layers cannot be cut into {parts} parts: {most} is the most",
             param="nodes",
+            advice=f"Give at most {most} Nodes.",
         )
     limit = max(legal[part] for part in largest)
     within = {part: size**2 for part, size in legal.items() if size <= limit}

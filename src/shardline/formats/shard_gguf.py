@@ -91,7 +91,11 @@ def plan_shard(model: GGUFModel, first: int, last: int, *, content_id: str) -> S
     cuts = cuts_of(model.header)
     rules = cuts.check_part(first, last)
     if (first, last) == (0, cuts.n_layers):
-        raise ShardlineError("layers_invalid", "all layers are the model's own file, which needs no other")
+        raise ShardlineError(
+            "layers_invalid",
+            "all layers are the model's own file, which needs no other",
+            advice="Use the model's own file, or give fewer layers.",
+        )
     keys = part_keys(model.header, cuts, rules, first, last)
     entries = list(_entries(model, cuts, rules, first, last))
     if last == cuts.n_layers:

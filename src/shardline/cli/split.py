@@ -1,0 +1,89 @@
+"""`shardline split MODEL --layers A:B -o FILE`: the Shard GGUF of some layers, as a file of its own.
+
+Owns the command. What stands in the file is formats/shard_gguf.py's, how it is written artifact/shard_files.py's.
+Shown by tests/cli/test_split.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+
+from shardline.cli.cuts import read_gguf
+from shardline.cli.invocation import Invocation, pass_invocation
+from shardline.cli.listings import size
+from shardline.cli.values import LayerRange
+from shardline.errors import ShardlineError
+
+
+@click.command()
+@click.argument("model", type=click.Path(exists=True, path_type=Path), metavar="MODEL.gguf")
+@click.option("--layers", type=LayerRange(), required=True, help="Half-open, as a Python slice: 0:15.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Where to write.")
+@click.option("--force", is_flag=True, help="Replace FILE where it is there.")
+@pass_invocation
+def split(invocation: Invocation, model: Path, layers: tuple[int, int], output: Path, force: bool) -> None:
+    """Write some layers of MODEL as a GGUF file of their own.
+
+    It is the file that a Node makes for itself: a valid model for llama.cpp, which takes hidden rows in place of
+    tokens. Quantised bytes are copied as they are. `shardline cuts MODEL` says where a model can be cut.
+    """
+    from shardline.artifact.identity import content_id
+    from shardline.artifact.shard_files import write_plan
+    from shardline.formats.cuts import cuts_of
+    from shardline.formats.shard_gguf import plan_shard
+
+    source = read_gguf(model)
+    _check_output(output, source.paths, force)
+    # What is wrong with the range is said before a large file is read for its name.
+    cuts = cuts_of(source.header)
+    cuts.check_part(*layers)
+    for warning in cuts.warnings():
+        click.echo(f"shardline: {warning}", err=True)
+    cache = invocation.configuration().state_dir / "content-ids"
+    with _progress("Naming the model") as show:
+        identity = content_id(model, cache_dir=cache, progress=show)
+    plan = plan_shard(source, *layers, content_id=identity)
+    with _progress("Writing") as show:
+        write_plan(plan, source, output, progress=show)
+    click.echo(f"{output}: layers {layers[0]}:{layers[1]} of {cuts.n_layers}, {size(plan.nbytes)}")
+
+
+def _check_output(output: Path, sources: tuple[Path, ...], force: bool) -> None:
+    if any(output.exists() and output.samefile(path) for path in sources):
+        raise ShardlineError(
+            "setting_invalid",
+            f"{output} is the model itself",
+            param="output",
+            advice="Give the part a name of its own: -o FILE",
+        )
+    if output.exists() and not force:
+        raise ShardlineError(
+            "setting_invalid",
+            f"{output} is there already",
+            param="output",
+            advice="Choose another name, or replace it with --force.",
+        )
+
+
+@contextlib.contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows how far a step is, on stderr, if that is a terminal. Called with bytes done and bytes in all."""
+    live, shown = sys.stderr.isatty(), -1
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        percent = 100 * done // max(1, total)
+        if live and percent != shown:
+            shown = percent
+            click.echo(f"\r{label}: {percent} %", nl=False, err=True)
+
+    try:
+        yield show
+    finally:
+        if shown >= 0:
+            click.echo("\r\033[K", nl=False, err=True)

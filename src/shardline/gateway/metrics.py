@@ -33,7 +33,6 @@ class GatewayMetrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
-
         self._tasks = Gauge("shardline_gateway_tasks", "Tasks on the event loop", registry=self._registry)
 
     def ended(self, *, status: str, code: str | None, tokens: int, prompt_tokens: int, ttft_ms: float | None) -> None:

@@ -34,3 +34,5 @@ def test_what_is_no_model_is_said(tmp_path: Path, engine: str) -> None:
     with pytest.raises(ShardlineError) as refused:
         layer_count(file, engine)
     assert refused.value.code == "model_file_invalid"
+    assert "page.gguf: " in refused.value.message
+    assert ("--engine scripted" if engine == "scripted" else "Name a GGUF file") in refused.value.advice

@@ -9,6 +9,7 @@ import click.testing
 import pytest
 
 from shardline.cli.main import cli
+from shardline.errors import ShardlineError
 from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
 
 
@@ -105,6 +106,25 @@ def test_a_credential_file_that_is_named_must_be_there(ran: list[Any], tmp_path:
     done = click.testing.CliRunner().invoke(cli, ["--credential-file", str(tmp_path / "absent"), "tracker"])
     assert done.exception is not None and "absent" in str(done.exception)
     assert ran == []
+
+
+def test_advice_of_a_credential_and_of_a_refusal_is_for_a_person(
+    monkeypatch: pytest.MonkeyPatch, ran: list[Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "credential"
+    file.write_text("x" * 32)
+    file.chmod(0o644)
+    done = click.testing.CliRunner().invoke(cli, ["--credential-file", str(file), "tracker"])
+    assert isinstance(done.exception, ShardlineError)
+    assert f"Copy {file} anew" in done.exception.advice and "--credential-file" in done.exception.advice
+
+    async def refused(options: Any) -> None:
+        raise ShardlineError("unauthorized", "the cluster credential is missing or wrong")
+
+    monkeypatch.setattr("shardline.node.run.run", refused)
+    done = click.testing.CliRunner().invoke(cli, ["node", "--model", str(tmp_path)])
+    assert isinstance(done.exception, ShardlineError)
+    assert "Copy the credential from the Tracker's machine" in done.exception.advice
 
 
 def test_a_role_in_front_of_a_person_announces_in_words(ran: list[Any]) -> None:

@@ -26,7 +26,10 @@ STREAM_SILENCE_S = 60.0
 
 ADVICE = {
     ("Gateway", "unauthorized"): "Set SHARDLINE_API_KEY to one of the keys of this Gateway (its --api-keys FILE).",
-    ("Tracker", "unauthorized"): "Name the credential of that cluster: shardline --credential-file FILE …",
+    (
+        "Tracker",
+        "unauthorized",
+    ): "Copy the credential from the Tracker's machine, or name it: shardline --credential-file FILE …",
     ("Gateway", "session_not_found"): "`shardline sessions` lists those that this key may see; records expire.",
     ("Gateway", "queue_full"): "Many requests wait already. Ask again in {pause}, or add Nodes.",
     ("Gateway", "capacity"): "All routes are full. Ask again in {pause}, or add Nodes.",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardline.errors import ShardlineError
+
 if TYPE_CHECKING:
     from shardline.cli.client import Endpoint
     from shardline.cli.config import Configuration
@@ -64,10 +66,17 @@ def credential_of(configuration: Configuration) -> str:
     from shardline.cli.state import check_room_for
     from shardline.transport.credentials import existing_credential, made_credential
 
-    if configuration.places.credential_file:
-        return existing_credential(configuration.credential_path)
-    check_room_for(configuration.credential_path)
-    return made_credential(configuration.credential_path)
+    path = configuration.credential_path
+    try:
+        if configuration.places.credential_file:
+            return existing_credential(path)
+        check_room_for(path)
+        return made_credential(path)
+    except ShardlineError as error:
+        if error.code != "setting_invalid":
+            raise
+        advice = f"Copy {path} anew from a machine of the cluster (mode 600), or name another: --credential-file FILE"
+        raise ShardlineError(error.code, error.message, advice=advice, param="credential_file") from None
 
 
 def environment() -> dict[str, str]:

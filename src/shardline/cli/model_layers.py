@@ -7,11 +7,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardline.errors import ShardlineError
+
 CONFIG_LIMIT = 16 << 20
 
 
 def layer_count(model: Path, engine: str) -> int:
-    """Layers of the model at `model`. Raises `model_file_invalid` where they cannot be read."""
+    """Layers of the model at `model`. Raises `model_file_invalid`, with its name, where they cannot be read."""
+    try:
+        return _counted(model, engine)
+    except ShardlineError as error:
+        if error.code != "model_file_invalid":
+            raise
+        message = error.message if model.name in error.message else f"{model.name or model}: {error.message}"
+        raise ShardlineError(error.code, message, advice=_advice(engine, error), **error.details) from None
+
+
+def _advice(engine: str, error: ShardlineError) -> str:
+    if engine == "scripted":
+        return "With --engine scripted a model is a script in JSON; leave the flag out to run a real model."
+    if error.details.get("reason") == "damaged":
+        return "The file is damaged or cut short: get it again, and compare its size with the original."
+    return "Name a GGUF file, or a folder with config.json and safetensors files; docs/architectures.md says which run."
+
+
+def _counted(model: Path, engine: str) -> int:
     if engine == "scripted":
         from shardline.model.script import read_script
 

@@ -212,6 +212,7 @@ def _run(
     run: Callable[[Options], Coroutine[Any, Any, None]],
 ) -> None:
     """Set up logs, run the role until a signal, and give a supervisor the reason of a failure."""
+    from shardline.cli.client import for_a_person
     from shardline.cli.process import Announcer, run_until_signal
     from shardline.telemetry.logs import configure_logs
 
@@ -221,6 +222,8 @@ def _run(
         run_until_signal(
             run(options(announcer)), drain_s=configuration.settings.drain_s, lifeline=invocation.supervised
         )
-    except ShardlineError as error:
+    except ShardlineError as fault:
+        # Whom a role asks before it serves is the Tracker.
+        error = for_a_person(fault, "Tracker")
         announcer.failed(error)
-        raise
+        raise error from fault

@@ -23,6 +23,7 @@ from shardline.model.channel import (
     Loaded,
     Open,
     Request,
+    Rollback,
     Sampled,
     SharedRows,
     Tokenize,
@@ -37,7 +38,7 @@ REQUESTS: list[Request] = [
     Open(3, 10, 20, Sampling(temperature=0.5, logit_bias={7: -100.0}, seed=2**63)),
     Open(4, 10, 20, None),
     Batch([(0, 5, 1, True), (1, 0, 16, False)], 65536, 0),
-    Tokenize("\u6b6a" * 100, True, False),
+    Rollback(1, 7),
 ]
 
 

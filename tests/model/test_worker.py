@@ -247,7 +247,7 @@ async def test_kill_in_a_step_is_known_at_once_with_the_signal(
         engine.submit([entry(0, [1, 2])], done)
         await until(lambda: not flag_of(made, "now").exists())
         async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(refusal(engine.tokenize("a", add_special=False, parse_special=True)))
+            waiting = tasks.create_task(refusal(engine.open(1, SLOT)))
             await asyncio.sleep(0)
             os.kill(pid_of(engine), signal.SIGKILL)
             result = await asyncio.wait_for(batch, 1)

@@ -48,7 +48,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=0):
         return ShardlineError(known, self.message, param=self.param, **self.details)
 
 
-# Node -> worker. Each is answered once, in order.
+# Node -> worker. Each is answered once, in order; texts on a socket of their own (worker_texts.py).
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -96,7 +96,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """End the process; answered by the end of the stream."""
 
 
-Request = Load | Open | Close | Rollback | Batch | Tokenize | Test | Stop
+Request = Load | Open | Close | Rollback | Batch | Test | Stop
 
 # Worker -> Node.
 
@@ -149,7 +149,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=6):
     total: int
 
 
-Answer = Loaded | Done | BatchDone | Tokens | Tested | Refused | Progress
+Answer = Loaded | Done | BatchDone | Tested | Refused | Progress
+TextAnswer = Tokens | Refused
 
 
 def _encode_layout(value: object) -> object:
@@ -167,7 +168,7 @@ def _decode_layout(kind: type, value: Any) -> object:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_layout)
 
 
-def frame(message: Request | Answer) -> bytes:
+def frame(message: Request | Answer | Tokenize | Tokens) -> bytes:
     """The bytes of one frame; ValueError where it is over the limit."""
     body = _encoder.encode(message)
     if len(body) > FRAME_LIMIT:
@@ -179,7 +180,7 @@ class FrameReader:
     """Bytes in, messages of one direction out. ValueError for what is no frame: the other side is then of no use."""
 
     def __init__(self, kind: Any) -> None:
-        """`kind`: `Request` or `Answer`."""
+        """`kind`: `Request`, `Answer`, `Tokenize` or `TextAnswer`."""
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_layout)
         self._buffer = bytearray()
 

@@ -69,7 +69,8 @@ class Engine(Protocol):
 
     async def rollback(self, slot: int, position: int) -> None: ...
 
-    async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+    async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text, beside whatever runs. Raises `deadline` (limit `control`) and `queue_overflow`, too."""
 
     def text_bundle(self) -> bytes | None:
         """MessagePack of `TextBundle`; None before the start, and on a Shard that is neither head nor tail."""

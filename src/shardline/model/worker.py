@@ -1,8 +1,9 @@
 """The engine worker: the process in which a model computes (`python -m shardline.model.worker`).
 
-Owns one backend, called by the main thread alone, and a ticker thread that shows that the process runs, whatever the
-main thread does, and ends it when its Node is gone. Refuses to open sockets or files of its own: what it needs comes
-as inherited descriptors, and nothing but frames is read from them. Shown by tests/model/test_worker.py.
+Owns one backend, called by the main thread (texts by threads of their own, so that no step waits for one), and a ticker
+thread that shows that the process runs, whatever the others do, and ends it when its Node is gone. Refuses to open
+sockets or files of its own: what it needs comes as inherited descriptors, and nothing but frames is read from them.
+Shown by tests/model/test_worker.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from shardline.errors import ShardlineError
 from shardline.model import backends
-from shardline.model.backend import BackendEntry, SlotSpec
+from shardline.model.backend import Backend, BackendEntry, SlotSpec
 from shardline.model.channel import (
     Answer,
     Batch,
@@ -46,11 +47,11 @@ from shardline.model.channel import (
     Test,
     Tested,
     Tokenize,
-    Tokens,
     frame,
     places,
 )
 from shardline.model.generation import Generator, StepResult, fault_of
+from shardline.model.worker_texts import answer_texts
 
 TICK_S = 0.05
 EXIT_LOST = 70
@@ -84,8 +85,9 @@ def detach(parent: int) -> None:
 class Worker:
     """Answers the Node's requests, one after another, each exactly once."""
 
-    def __init__(self, channel: socket.socket, rows: SharedRows) -> None:
+    def __init__(self, channel: socket.socket, texts: Sequence[socket.socket], rows: SharedRows) -> None:
         self._channel = channel
+        self._texts = texts
         self._rows = rows
         self._reader = FrameReader(Request)
         self._name = ""
@@ -137,6 +139,8 @@ class Worker:
         description = self._generator.description
         self._in_sizes = tuple(t.row_bytes for t in description.layout_in.tensors)
         self._out_sizes = tuple(t.row_bytes for t in description.layout_out.tensors)
+        for lane in self._texts:
+            threading.Thread(target=_serve_texts, args=(lane, backend), name="texts", daemon=True).start()
         # What loading left behind lives as long as the process: keep the collector away from it.
         gc.collect()
         gc.freeze()
@@ -151,11 +155,6 @@ class Worker:
                 generator.close(request.slot)
             case Rollback():
                 generator.rollback(request.slot, request.position)
-            case Tokenize():
-                ids = generator.backend.tokenize(
-                    request.text, add_special=request.add_special, parse_special=request.parse_special
-                )
-                return Tokens(ids)
             case Test():
                 return Tested(backends.self_test(self._name, generator.backend))
         return Done()
@@ -188,28 +187,45 @@ class Worker:
         return Sampled(token.id, token.logprob, None if token.top is None else list(token.top), token.end)
 
 
+def _serve_texts(lane: socket.socket, backend: Backend) -> None:
+    def tokenize(request: Tokenize) -> list[int]:
+        return backend.tokenize(request.text, add_special=request.add_special, parse_special=request.parse_special)
+
+    with _ending_when_lost():
+        answer_texts(lane, tokenize)
+
+
+@contextlib.contextmanager
+def _ending_when_lost() -> Iterator[None]:
+    """What escapes makes the engine unusable: say why, and end the process, in whichever thread it was."""
+    try:
+        yield
+        return
+    except ShardlineError as error:
+        print(f"engine lost: {error.message}", file=sys.stderr)
+    except Exception:  # the last thing that this process does is to say why it ends
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(EXIT_LOST)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="shardline.model.worker", description="Started by a Node; not by hand.")
     for name in ("channel", "rows", "parent"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--texts", type=int, nargs="+", required=True)
     given = parser.parse_args(arguments)
     detach(given.parent)
-    os.set_inheritable(given.channel, False)
-    os.set_inheritable(given.rows, False)
+    for descriptor in (given.channel, given.rows, *given.texts):
+        os.set_inheritable(descriptor, False)
     rows = SharedRows(given.rows)
     threading.Thread(target=tick, args=(rows, given.parent), name="ticker", daemon=True).start()
-    status = 0
-    try:
-        Worker(socket.socket(fileno=given.channel), rows).serve()
-    except ShardlineError as error:
-        print(f"engine lost: {error.message}", file=sys.stderr)
-        status = EXIT_LOST
-    except Exception:  # the last thing that this process does is to say why it ends
-        traceback.print_exc()
-        status = EXIT_LOST
+    texts = [socket.socket(fileno=descriptor) for descriptor in given.texts]
+    with _ending_when_lost():
+        Worker(socket.socket(fileno=given.channel), texts, rows).serve()
     sys.stderr.flush()
     # Not sys.exit: engines have threads and exit hooks of their own, which may hang.
-    os._exit(status)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from shardline.model.channel import (
     Test,
     Tested,
     Tokenize,
-    Tokens,
 )
 from shardline.model.engine import BatchResult, Done, Restarts, given_up, step_limit
 from shardline.model.generation import SampledToken, StepResult
@@ -200,7 +199,7 @@ class WorkerEngine:
 
     # ---- control -----------------------------------------------------------------------------------------------
 
-    async def _ask(self, request: Open | Close | Rollback | Tokenize | Test, limit: tuple[str, float]) -> Answer:
+    async def _ask(self, request: Open | Close | Rollback | Test, limit: tuple[str, float]) -> Answer:
         if self._serving is None:
             raise self._down
         return await self._serving.ask(request, limit)
@@ -216,10 +215,9 @@ class WorkerEngine:
         await self._ask(Rollback(slot, position), self._step)
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        answer = await self._ask(Tokenize(text, add_special, parse_special), self._step)
-        if not isinstance(answer, Tokens):
-            raise _unexpected(answer)
-        return answer.tokens
+        if self._serving is None:
+            raise self._down
+        return await self._serving.texts.tokenize(Tokenize(text, add_special, parse_special))
 
     async def self_test(self) -> StepTimes:
         answer = await self._ask(Test(), ("prefill_chunk", self._settings.prefill_chunk_s))

@@ -1,7 +1,8 @@
 """One life of one engine worker, seen from the Node: started, spoken to, watched, buried.
 
-Owns the child process, its socket, the shared rows and its last words. Everything runs on the event loop without
-tasks: readers and callbacks. Refuses to restart anything (worker_engine.py). Shown by tests/model/test_worker.py.
+Owns the child process, its sockets, the shared rows and its last words; texts have worker_texts.py. Everything runs on
+the event loop without tasks: readers and callbacks. Refuses to restart anything (worker_engine.py). Shown by
+tests/model/test_worker.py.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from shardline.model.channel import (
     places,
 )
 from shardline.model.engine import over_limit
+from shardline.model.worker_texts import LANES, TextLanes
 from shardline.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -156,17 +158,26 @@ class WorkerProcess:
             kept = contextlib.ExitStack()
             kept.callback(ours.close)
             opened.push(lambda kind, error, trace: kept.close() if kind is not None else None)
+            text_ends: list[socket.socket] = []
+            worker_ends: list[int] = []
+            for _ in range(LANES):
+                end, worker_end = socket.socketpair()
+                kept.callback(end.close)
+                opened.callback(worker_end.close)
+                text_ends.append(end)
+                worker_ends.append(worker_end.fileno())
             log_fd, log_end = os.pipe()
             opened.callback(os.close, log_end)
             kept.callback(os.close, log_fd)
             command = [sys.executable, "-P", "-X", "faulthandler", "-m", "shardline.model.worker"]
             command += ["--channel", str(theirs.fileno()), "--rows", str(self.rows.fd), "--parent", str(os.getpid())]
+            command += ["--texts", *map(str, worker_ends)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log_end,
                 stderr=log_end,
-                pass_fds=(theirs.fileno(), self.rows.fd),
+                pass_fds=(theirs.fileno(), self.rows.fd, *worker_ends),
                 env=dict(environment),
                 start_new_session=True,  # Ctrl-C in the Node's terminal is the Node's
             )
@@ -174,6 +185,7 @@ class WorkerProcess:
         os.set_blocking(log_fd, False)
         self._channel = ours
         self._log_fd = log_fd
+        self.texts = TextLanes(text_ends, self._settings, self._end)
 
     @property
     def pid(self) -> int:
@@ -335,6 +347,8 @@ class WorkerProcess:
             self._end(ShardlineError("engine_lost", f"the engine worker showed no life for {silent_s:.1f} s"))
         elif self._pending and time.monotonic() - self._pending[0].started > self._pending[0].limit_s:
             self._end(over_limit(self._pending[0].limit, self._pending[0].limit_s))
+        elif hung := self.texts.hung(time.monotonic()):
+            self._end(hung)
 
     @property
     def fresh(self) -> bool:
@@ -373,6 +387,7 @@ class WorkerProcess:
         """Tell all that wait; batches are told by their `failed` like the rest."""
         while self._pending:
             self._pending.popleft().failed(error)
+        self.texts.fail(error)
 
     def _kill(self) -> None:
         if self._process.poll() is None:
@@ -407,6 +422,7 @@ class WorkerProcess:
         self._loop.remove_writer(self._channel.fileno())
         self._loop.remove_reader(self._log_fd)
         self._channel.close()
+        self.texts.close()
         os.close(self._log_fd)
         self.rows.close()
 

@@ -140,13 +140,9 @@ class NodeApp:
             raise ShardlineError("text_unavailable", "only a head Node tokenises, once it is loaded")
         if request.content_id is not None and request.content_id != description.content_id:
             raise ShardlineError("model_unavailable", "this Node holds another Model Artifact")
-        try:
-            async with asyncio.timeout(self._settings.control_s):
-                tokens = await self._host.engine.tokenize(
-                    request.text, add_special=request.add_special, parse_special=request.parse_special
-                )
-        except TimeoutError:
-            raise ShardlineError("deadline", "the engine did not tokenise in time", limit="control") from None
+        tokens = await self._host.engine.tokenize(
+            request.text, add_special=request.add_special, parse_special=request.parse_special
+        )
         await send_json(send, TokenizeAnswer(tokens=tokens))
 
     async def _text(self, digest: str, send: Send) -> None:

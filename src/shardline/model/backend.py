@@ -1,8 +1,8 @@
 """The engine seam: what a backend must do, and the values that go in and out of it.
 
-A backend is synchronous, holds one Shard, and is called by one thread only (`tokenize` by two others). Outside of tests it lives in the worker
-process (model/worker.py); the Node sees it through the asynchronous `Engine` of model/engine.py. Sampling is not a
-backend's work: it returns logits, model/generation.py makes tokens of them for every engine alike.
+A backend is synchronous, holds one Shard, and is called by one thread only (`tokenize` by two others). Outside of tests
+it lives in the worker process (model/worker.py); the Node sees it through the asynchronous `Engine` of model/engine.py.
+Sampling is not a backend's work: it returns logits, model/generation.py makes tokens of them for every engine alike.
 """
 
 from __future__ import annotations

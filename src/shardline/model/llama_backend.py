@@ -64,7 +64,8 @@ class LoadedShard:
 class _Row(NamedTuple):
     """An entry that passed its checks."""
 
-    index: int
+    place: int
+    """In the batch that was given."""
     sequence: int
     entry: BackendEntry
 
@@ -182,7 +183,7 @@ class LlamaBackend:
             outputs = self._decode(call)
             for row, output in zip(call, outputs, strict=True):
                 # Views end with the next call of the library.
-                results[row.index] = output if len(calls) == 1 else _kept(output)
+                results[row.place] = output if len(calls) == 1 else _kept(output)
         return [result for result in results if result is not None]
 
     def _run_one(self, entry: BackendEntry) -> BackendOutput | Exception:
@@ -250,18 +251,14 @@ class LlamaBackend:
         if self._is_head:
             if self._shard.embedding is None:
                 return arrays.with_tokens(start)
-            self._shard.embedding.look_up(memoryview(arrays.tokens)[:start], arrays.hidden)
+            self._shard.embedding.look_up(arrays.tokens[:start], arrays.hidden)
             return arrays.with_hidden(start)
         return arrays.with_hidden(start, self._take_hidden(call))
 
     def _take_tokens(self, start: int, entry: BackendEntry) -> None:
         ids = np.frombuffer(entry.tokens, np.int32)
         size = self._description.vocab_size
-        if entry.rows == 1:
-            valid = 0 <= ids[0] < size
-        else:
-            valid = 0 <= int(ids.min()) and int(ids.max()) < size
-        if not valid:
+        if not (0 <= ids[0] < size if entry.rows == 1 else int(ids.min()) >= 0 and int(ids.max()) < size):
             self._arrays.unmark()
             raise ShardlineError("engine_error", f"a token id is outside of 0 to {size - 1}")
         self._arrays.tokens[start : start + entry.rows] = ids

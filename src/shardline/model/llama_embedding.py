@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shardline.errors import ShardlineError
 from shardline.model.llama_library import LlamaLibrary
@@ -47,12 +47,12 @@ class EmbeddingMatrix:
             raise _invalid(path, error.strerror or type(error).__name__) from None
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + offset - start
 
-    def look_up(self, ids: memoryview, target: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+    def look_up(self, ids: npt.NDArray[np.int32], target: npt.NDArray[np.float32]) -> None:
         """Write the rows of `ids` (int32) to `target`, [at least len(ids), width], C-contiguous float32. Ids lie inside
         the matrix: the caller has checked them."""
         address = target.ctypes.data
         step = 4 * self.width
-        for token in ids:
+        for token in ids.tolist():
             self._decode(self._base + token * self.row_bytes, address, self.width)
             address += step
         if self._scale is not None:

@@ -121,8 +121,9 @@ _MODEL_DEFAULTS = {"n_gpu_layers": -1, "split_mode": 1, "load_mode": -1, "lazy_m
 _CONTEXT_DEFAULTS = {
     "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "n_outputs_max_per_seq": 1,
     "rope_scaling_type": -1, "pooling_type": -1, "attention_type": -1, "flash_attn_type": -1,
-    "yarn_ext_factor": -1.0, "yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0, "defrag_thold": -1.0, "type_k": F16, "type_v": F16,
-    "offload_kqv": True, "no_perf": True, "op_offload": True, "swa_full": True, "kv_unified": False,
+    "yarn_ext_factor": -1.0, "yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0,
+    "defrag_thold": -1.0, "type_k": F16, "type_v": F16, "offload_kqv": True, "no_perf": True, "op_offload": True, "swa_full": True,
+    "kv_unified": False,
 }  # fmt: skip
 """What the library fills in where the layout is the one that was read; everything else is zero."""
 
@@ -130,7 +131,7 @@ _CONTEXT_DEFAULTS = {
 class Batch(ctypes.Structure):
     """`llama_batch`, its pointers as plain addresses: they are set at every step, and this is the cheap way."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes reads it
+    _fields_ = [
         ("n_tokens", c_int32),
         ("token", c_void_p),
         ("embd", c_void_p),
@@ -144,7 +145,7 @@ class Batch(ctypes.Structure):
 class TypeTraits(ctypes.Structure):
     """`ggml_type_traits`: how values of one tensor type are stored."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes reads it
+    _fields_ = [
         ("type_name", c_char_p),
         ("blck_size", c_int64),
         ("blck_size_interleave", c_int64),
@@ -235,7 +236,7 @@ def library() -> LlamaLibrary:
         libraries = _libraries(package)
     except OSError as error:
         raise _unavailable(f"the shared library of llama.cpp cannot be loaded: {error!s:.200}") from None
-    c = _Functions(libraries, package.llama_cpp)
+    c: Any = _Functions(libraries, package.llama_cpp)
     _declare(libraries, "llama_log_set", (None, (c_void_p, c_void_p)))(log.callback, None)
     check_layout(
         _filled(libraries, "llama_model_default_params", package.llama_cpp.llama_model_params), _MODEL_DEFAULTS
@@ -309,7 +310,7 @@ def _filled(libraries: list[ctypes.CDLL], name: str, struct: Any) -> Any:
     """A struct as the library fills it, with room behind it: a longer one of another version does no harm."""
 
     class Padded(ctypes.Structure):
-        _fields_ = [("params", struct), ("behind", c_uint8 * 256)]  # noqa: RUF012
+        _fields_ = [("params", struct), ("behind", c_uint8 * 256)]
 
     return _declare(libraries, name, (Padded, ()))()
 

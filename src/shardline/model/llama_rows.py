@@ -7,6 +7,7 @@ to know slots: it is told sequences and positions. Shown by tests/model/test_lla
 from __future__ import annotations
 
 import ctypes
+
 import numpy as np
 
 from shardline.model.backend import Buffer

@@ -34,7 +34,7 @@ from shardline.model.llama_embedding import EmbeddingMatrix
 from shardline.model.llama_library import ROPE_MULTI, LlamaLibrary, library
 from shardline.model.llama_rows import RowArrays
 from shardline.model.llama_tap import CallbackTap, SamplerTap, Tap, layer_input_tap, nextn_tap
-from shardline.model.llama_text import LlamaText, has_text
+from shardline.model.llama_text import LlamaText, check_text, has_text
 from shardline.wire.messages import EngineInfo
 from shardline.wire.steps import TOKENS_ONLY, LayoutTensor, SeamLayout
 
@@ -129,6 +129,8 @@ def load(spec: ShardSpec, *, progress: Progress | None = None) -> LlamaBackend:
     if spec.dtype not in (None, "float32"):
         raise _setting("dtype", f"dtype {spec.dtype!r:.40}; the residual of the llama engine is float32")
     source = _source(spec, options)
+    if source.whole:
+        check_text(source.header)
     loaded = library()
     model = LlamaModel(loaded, source.path, gpu_layers=options.gpu_layers, progress=progress)
     try:
@@ -278,7 +280,7 @@ def _text(
     if options.vocabulary_file is None or (source.first > 0 and source.last < source.n_layers):
         return None
     header = read_header(options.vocabulary_file)
-    if not has_text(header):
+    if check_text(header) is None:
         return None
     vocabulary = LlamaModel(loaded, options.vocabulary_file, vocab_only=True)
     return LlamaText(loaded, vocabulary.vocabulary, header, context_length)
@@ -304,9 +306,7 @@ def _kv_bytes(loaded: LlamaLibrary, shape: ModelShape, kv_type: str) -> int:
 def _engine_info(loaded: LlamaLibrary, source: Source, plan: ContextPlan, context: LlamaContext) -> EngineInfo:
     """`engine_class` has everything that makes numbers differ and that a route must agree on."""
     parts = ["llama", loaded.commit[:7], source.quantisation, f"kv-{plan.kv_type}"]
-    if "rope_factors_long.weight" in source.header.tensors or any(
-        name.endswith("rope_factors_long.weight") for name in source.header.tensors
-    ):
+    if any(name.endswith("rope_factors_long.weight") for name in source.header.tensors):
         # Which of the two sets of factors llama.cpp takes depends on the size of the whole KV buffer.
         key = f"{source.shape.architecture}.rope.scaling.original_context_length"
         trained = source.header.integer(key, source.shape.context_length or 0)

@@ -1,7 +1,8 @@
 """Saved sequences: what llama.cpp gives for one, with a header in front that says what it belongs to.
 
-llama.cpp checks shapes only: it takes the state of other layers of the same width, and of a file that was changed on
-disk. Here a state is taken back by the Shard that gave it and by nothing else. Shown by tests/model/test_llama_state.py.
+Owns that header and its checks. llama.cpp checks shapes only: it takes the state of other layers of the same width,
+and one that was damaged on disk. Here a state is taken back by a Shard like the one that gave it, and by nothing else.
+Shown by tests/model/test_llama_backend.py.
 """
 
 from __future__ import annotations

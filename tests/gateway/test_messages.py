@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from shardline.errors import ShardlineError
-from shardline.gateway.json_body import decode_body
-from shardline.gateway.messages import Message, conversation
+from shardline.gateway.json_body import VALUES, decode_body
+from shardline.gateway.messages import FunctionCall, Message, ToolCall, conversation
 
 
 class Body(msgspec.Struct):
@@ -132,3 +132,18 @@ def test_a_trailing_assistant_message_is_continued() -> None:
 def test_reasoning_goes_by_both_names() -> None:
     (_, message, _), _ = plain(USER, {"role": "assistant", "content": "b", "reasoning_content": "why"}, USER)
     assert message["reasoning_content"] == message["thinking"] == "why"
+
+
+def test_arguments_hold_no_more_values_than_a_body_may() -> None:
+    """They are text of the body, and become objects of their own: over all calls together they have its limit."""
+    half = '{"a":[' + "[]," * (VALUES // 2) + "0]}"
+    call = ToolCall(id="a", type="function", function=FunctionCall(name="f", arguments=half))
+
+    def asked(calls: int) -> list[Message]:
+        return [Message(role="assistant", tool_calls=[call] * calls), Message(role="tool", content="1")]
+
+    messages, _ = conversation(asked(1))
+    assert len(messages[0]["tool_calls"][0]["function"]["arguments"]["a"]) == VALUES // 2 + 1
+    with pytest.raises(ShardlineError) as caught:
+        conversation(asked(2))
+    assert caught.value.code == "body_too_large"

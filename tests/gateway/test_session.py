@@ -287,6 +287,8 @@ HOSTILE: dict[str, bytes] = {
     "token too many": b'{"event":"token","id":5,"index":8}',
     "token that is none": b'{"event":"token","id":-1,"index":0}',
     "token past the vocabulary": b'{"event":"token","id":99999999,"index":0}',
+    "more than came": b'{"event":"finished","reason":"length","generated":1000000}',
+    "less than came": b'{"event":"finished","reason":"stop","generated":-5}',
     "not JSON": b"\xff\xfe",
     "deep": b"[" * 100_000,
 }

@@ -35,7 +35,7 @@ _JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "bo
 def decode_body(body: bytes, kind: type[T]) -> T:
     """`body` as a `kind`; raises `invalid_json`, `invalid_value` or `unsupported_parameter` with OpenAI's `param`, or
     `body_too_large` where it has too many values."""
-    _check_count(body)
+    check_count(body)
     try:
         value = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -51,8 +51,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     return value
 
 
-def _check_count(body: bytes) -> None:
-    """Refuse more values or members than any request has, before one of them is an object."""
+def check_count(body: bytes) -> None:
+    """Refuse more values or members than any request has, before one of them is an object; raises `body_too_large`."""
     if body.count(b",") + body.count(b"[") + body.count(b"{") < VALUES and body.count(b":") <= MEMBERS:
         return  # whatever of these stands in strings
     values = members = 0

@@ -7,11 +7,12 @@ nowhere. Pure. Shown by tests/gateway/test_messages.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from shardline.gateway.json_body import refuse, unsupported
+from shardline.gateway.json_body import check_count, refuse, unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -59,6 +60,8 @@ def conversation(messages: list[Message]) -> tuple[list[dict[str, Any]], bool]:
     """The messages for the template, and whether the last one is the assistant's, to be continued."""
     if not messages:
         refuse("messages", "'messages' must hold at least one message")
+    # JSON within strings of the JSON: what was one value of the body becomes as many as it holds.
+    check_count(b",".join(_texts_of_arguments(messages)))
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
     last = plain[-1]
     continued = last["role"] == "assistant"
@@ -119,6 +122,13 @@ def _call(call: ToolCall, at: str) -> dict[str, Any]:
     if call.id is not None:
         plain["id"] = call.id
     return plain
+
+
+def _texts_of_arguments(messages: list[Message]) -> Iterator[bytes]:
+    for message in messages:
+        for call in message.tool_calls or []:
+            if call.function is not None and isinstance(call.function.arguments, str):
+                yield call.function.arguments.encode()
 
 
 def _arguments(sent: str | dict[str, Any]) -> Any:

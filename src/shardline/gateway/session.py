@@ -228,8 +228,8 @@ class RouteSession:
                 line.opened = True
                 self._moved = line.heard
             case Finished():
-                if is_tail and self.failure is None:
-                    self.finished = event
+                if is_tail and self.failure is None and not self._closing:
+                    self._check_finished(line, event)
             case Failed():
                 line.ended = True
                 self._node_failed(line, event)
@@ -265,6 +265,15 @@ class RouteSession:
         self._moved = line.heard
         self._record.hop_times(line.hop.index, token.times)
         self._tokens.append(token)
+
+    def _check_finished(self, line: _Line, finished: Finished) -> None:
+        """What is counted, and may be billed, is what came; with `stop` an id more, which counts and is not sent."""
+        came = self._next_index + (finished.reason == "stop")
+        if finished.generated != came:
+            message = f"Node {line.hop.node} counts {finished.generated} tokens at its end, {came} came"
+            self._fail(ShardlineError("seam_invalid", message, node=line.hop.node))
+            return
+        self.finished = finished
 
     def _node_failed(self, line: _Line, event: Failed) -> None:
         error = self._of_node(line, from_body(event.error, fallback="engine_error"), fallback="engine_error")

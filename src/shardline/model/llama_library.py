@@ -122,8 +122,8 @@ _CONTEXT_DEFAULTS = {
     "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "n_outputs_max_per_seq": 1,
     "rope_scaling_type": -1, "pooling_type": -1, "attention_type": -1, "flash_attn_type": -1,
     "yarn_ext_factor": -1.0, "yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0,
-    "defrag_thold": -1.0, "type_k": F16, "type_v": F16, "offload_kqv": True, "no_perf": True, "op_offload": True, "swa_full": True,
-    "kv_unified": False,
+    "defrag_thold": -1.0, "type_k": F16, "type_v": F16, "offload_kqv": True, "no_perf": True, "op_offload": True,
+    "swa_full": True, "kv_unified": False,
 }  # fmt: skip
 """What the library fills in where the layout is the one that was read; everything else is zero."""
 

@@ -51,6 +51,14 @@ def test_nodes_show_layers_state_and_why(stage) -> None:
     assert json.loads(shown.stdout) == {"nodes": [NODE]}
 
 
+def test_nodes_stand_in_the_order_of_their_layers() -> None:
+    def node(first: int) -> dict[str, Any]:
+        return {**NODE, "id": f"n-{first}", "shards": [{**NODE["shards"][0], "first": first, "last": first + 5}]}
+
+    lines = nodes_text([node(10), node(0), node(5)]).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["n-0", "n-5", "n-10"]
+
+
 def test_wide_nodes_have_every_column_in_one_table(stage) -> None:
     failed = {**NODE, "id": "n-9", "shards": [{**NODE["shards"][0], "state": "failed", "reason": "no memory"}]}
     stage.json("GET /v1/nodes", {"nodes": [NODE, failed]})

@@ -93,6 +93,7 @@ def test_help_imports_nothing_heavy() -> None:
         (("up", __file__, "--nodes", "3", "--layers", "0:1"), 2, "give one of them"),
         (("gateway", "--host", "0.0.0.0", "--port", "0"), 2, "--insecure-plain-http"),
         (("gateway", "--host", "0.0.0.0", "--insecure-plain-http"), 2, "What to do: Give --api-keys FILE"),
+        (("serve", "--host", "0.0.0.0", "--port", "0"), 2, "--insecure-plain-http"),
         (("serve", "--host", "0.0.0.0", "--insecure-plain-http"), 2, "What to do: Give --api-keys FILE"),
         (("tracker", "--host", "0.0.0.0", "--port", "0"), 2, "--insecure-plain-http"),
     ],

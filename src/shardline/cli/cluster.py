@@ -378,9 +378,11 @@ def check_start(plan: Plan, configuration: Configuration, *, by_make: bool = Fal
     from shardline.cli.port import check_port
     from shardline.cli.roles import gateway_keys
     from shardline.cli.state import check_room
+    from shardline.transport.http_server import check_listener
 
     check_room(configuration.state_dir)
-    credential_of(configuration)  # Made here, once, so that no two parts race for it.
+    credential = credential_of(configuration)  # Made here, once, so that no two parts race for it.
+    check_listener(plan.host, insecure_plain_http=plan.insecure_plain_http, credential=credential)
     gateway_keys(plan.host, plan.insecure_plain_http, configuration)
     check_port(plan.host, plan.port, "--port", configuration.clusters, by_make=by_make)
     check_port("127.0.0.1", plan.tracker_port, "--tracker-port", configuration.clusters)

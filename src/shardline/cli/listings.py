@@ -67,7 +67,7 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
     """What fits into 80 columns: a table for each model and engine class, and below it why a Shard is not ready."""
     tables: dict[str, list[tuple[str, ...]]] = {}
     reasons = []
-    for node in listed:
+    for node in sorted(listed, key=_first_layer):
         kv = node.get("kv") or {}
         for shard in node.get("shards") or [{}]:
             state, reason = state_of(node, shard)
@@ -86,6 +86,12 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
     header = ("NODE", "LAYERS", "STATE", "KV USED", "SESSIONS", "ADDRESS")
     texts = [f"{title}\n{columns(header, rows)}" for title, rows in tables.items()]
     return "\n\n".join([*texts, *(["\n".join(reasons)] if reasons else [])])
+
+
+def _first_layer(node: dict[str, Any]) -> tuple[int, int]:
+    """Heads first, tails last; Nodes without a Shard behind them."""
+    ranges = [(shard["first"], shard["last"]) for shard in node.get("shards") or [] if "first" in shard]
+    return min(ranges, default=(1 << 30, 0))
 
 
 def share(part: int | None, whole: int | None) -> str:

@@ -21,7 +21,7 @@ help: ## This list
 	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) NODES=$(NODES) QUESTION='…' ONCE=1 TORCH_INDEX=URL LLAMA_INDEX=URL ARGS='-k pattern'"
 
 demo: python ## Set up, start a Tracker, a Gateway and two Nodes, ask one question, serve until Ctrl-C (ONCE=1: end after it)
-	@$(PYTHON) scripts/prepare.py demo
+	@$(PYTHON) scripts/prepare.py demo --port $(PORT)
 	@$(BIN)/python -m shardline demo --nodes $(NODES) --port $(PORT) --question '$(subst ','\'',$(QUESTION))' $(if $(ONCE),--once)
 
 test: check ## Set up, then lint, types, import rules, tests (ARGS goes to pytest)

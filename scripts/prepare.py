@@ -8,10 +8,14 @@ Shown by tests/docs/test_prepare.py.
 
 import argparse
 import collections
+import errno
 import hashlib
+import http.client
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -223,6 +227,38 @@ def check_disk():
         )
 
 
+def check_port(port):
+    """StepFailed where somebody listens on `port`: told now, not after minutes of installing."""
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+            probe.listen(1)
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return  # the demo itself says what is wrong with this port
+    raise StepFailed(
+        "port %d on 127.0.0.1 is taken: %s." % (port, who_listens(port)),
+        "Use what runs there, end it, or take another port:\n    make demo PORT=%d" % (port + 1 if port < 65535 else 0),
+    )
+
+
+def who_listens(port):
+    """What answers there, in words: the models that a server of the OpenAI API names, else a program."""
+    server = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+    try:
+        server.request("GET", "/v1/models")
+        listed = json.loads(server.getresponse().read(1 << 20).decode("utf-8"))["data"]
+        return "a server of %s runs there" % (", ".join(str(model["id"]) for model in listed) or "no model yet")
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return "another program runs there"
+    finally:
+        server.close()
+
+
 def make_venv(title):
     if PYTHON.exists() and subprocess.call([str(PYTHON), "-c", "import pip"], stderr=subprocess.DEVNULL) == 0:
         return
@@ -373,10 +409,12 @@ def install(goal):
 def main():
     parser = argparse.ArgumentParser(description="Make .venv ready for `make demo`, `make bench` or `make test`.")
     parser.add_argument("goal", choices=("demo", "bench", "test"))
-    goal = parser.parse_args().goal
+    parser.add_argument("--port", type=int, default=0, help="of the demo, looked at before anything else")
+    given = parser.parse_args()
     try:
         check_python()
-        install(goal)
+        check_port(given.port)
+        install(given.goal)
     except StepFailed as failed:
         sys.stderr.write("\nprepare: %s\n\nWhat to do: %s\n" % (failed, failed.advice))
         return 1

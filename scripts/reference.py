@@ -140,7 +140,10 @@ def _nobody() -> NoReturn:
 def commands_page() -> str:
     parts = [f"# Commands\n\n{NOTE}\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration.\n"]
     for path, command in _commands("shardline", cli):
-        context = click.Context(command, info_name=path, terminal_width=WIDTH, max_content_width=WIDTH)
+        names = cli.context_settings["help_option_names"]
+        context = click.Context(
+            command, info_name=path, terminal_width=WIDTH, max_content_width=WIDTH, help_option_names=names
+        )
         text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
         parts.append(f"## {path}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -177,3 +180,36 @@ def test_the_makefile_says_that_python_is_missing() -> None:
     )
     assert done.returncode != 0
     assert "no-such-python is not there. What to do: install Python 3.11" in done.stderr
+
+
+def test_a_taken_port_is_said_before_anything_is_made(prepare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["prepare.py", "demo", "--port", str(port)])
+        monkeypatch.setattr(prepare, "who_listens", lambda port: "a server of smol runs there")
+        monkeypatch.setattr(prepare, "install", lambda goal: pytest.fail("it installed"))
+        assert prepare.main() == 1
+    assert not prepare.VENV.exists()
+    prepare.check_port(0)
+
+
+def test_who_listens_is_told_by_its_models() -> None:
+    """In words of `who_listens`, from a server that answers, and from one that is no HTTP server."""
+    prepare = runpy.run_path(str(ROOT / "scripts" / "prepare.py"))
+    for body, words in ((b'{"data": [{"id": "smol"}]}', "a server of smol"), (b"<html>", "another program")):
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen()
+            thread = threading.Thread(target=answer_once, args=(listening, body))
+            thread.start()
+            assert words in prepare["who_listens"](listening.getsockname()[1])
+            thread.join()
+
+
+def answer_once(listening: socket.socket, body: bytes) -> None:
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))

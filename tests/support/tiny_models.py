@@ -107,6 +107,8 @@ MOE: dict[str, Any] = {
 }
 DENSE_LEAD = MOE | {"leading_dense_block_count": 2}
 WINDOWED: dict[str, Any] = {"attention.sliding_window": WINDOW}
+WIDE: dict[str, Any] = {"embedding_length": 96}
+"""A width whose square root is not a number that floats hold exactly."""
 MLA: dict[str, Any] = {
     "attention.head_count_kv": 1,
     "attention.q_lora_rank": 32,
@@ -119,7 +121,7 @@ MLA: dict[str, Any] = {
 }
 INDEXER: dict[str, Any] = {
     "attention.indexer.head_count": 4,
-    "attention.indexer.key_length": 32,
+    "attention.indexer.key_length": 64,
     "attention.indexer.top_k": 6,
 }
 MAMBA: dict[str, Any] = {
@@ -180,9 +182,9 @@ ATTENTION: tuple[TinyModel, ...] = (
     _keys("minicpm", {"embedding_scale": 12.0, "residual_scale": 0.5, "logit_scale": 0.25}),
     _keys("minicpm3", {"attention.head_count_kv": 4, "attention.q_lora_rank": 32, "attention.kv_lora_rank": 32,
                        "attention.key_length": 32, "attention.value_length": 16, "rope.dimension_count": 16}),
-    _keys("gemma", {}),
-    _keys("gemma2", WINDOWED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
-    _keys("gemma3", WINDOWED, cuts=((3, 6), (1, 4))),
+    _keys("gemma", WIDE),
+    _keys("gemma2", WIDE | WINDOWED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    _keys("gemma3", WIDE | WINDOWED),
     _plain("starcoder2"),
     _plain("xverse"),
     _keys("command-r", {"logit_scale": 0.25}),
@@ -192,15 +194,17 @@ ATTENTION: tuple[TinyModel, ...] = (
     _keys("olmo", {"attention.clamp_kqv": 8.0}),
     _plain("olmo2"),
     _variant("olmo2", "window", WINDOWED, cuts=((3, 6), (4,))),
-    _keys("olmoe", MOE),
-    _keys("openelm", {"attention.head_count": [4] * 8, "attention.head_count_kv": [2] * 8,
-                      "feed_forward_length": [64, 96] * 4}),
+    _keys("olmoe", MOE | {"attention.head_count_kv": 4}),
+    _keys("openelm", {"attention.head_count": [2, 4, 4, 4, 6, 6, 8, 8], "attention.head_count_kv": [1, 1, 1, 2, 2, 2, 2, 2],
+                      "feed_forward_length": [32, 64] * 4, "attention.key_length": 16,
+                      "attention.value_length": 16}),
     _keys("arctic", MOE),
     _keys("deepseek", DENSE_LEAD | {"attention.head_count_kv": 4}),
     _keys("deepseek2", DENSE_LEAD | MLA),
     _keys("deepseek2-ocr", DENSE_LEAD | {"attention.head_count_kv": 4}),
     _keys("deepseek32", DENSE_LEAD | MLA | INDEXER),
     _keys("chatglm", {}),
+    _variant("glm4", "sections", SECTIONS),
     _keys("glm4moe", DENSE_LEAD | {"rope.dimension_count": 8}),
     _keys("glm-dsa", DENSE_LEAD | MLA | INDEXER | {"attention.indexer.types": [1, 1, 1, 0, 0, 0, 1, 0]},
           cuts=((2, 6), (1, 2, 6)), refused=(3, 4, 5, 7)),
@@ -217,11 +221,9 @@ ATTENTION: tuple[TinyModel, ...] = (
     _keys("granite_swa", WINDOWED | {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 6.0,
                                      "attention.scale": 0.1, "attention.sliding_window_pattern": every(4)},
           cuts=((3, 6), (4,))),
-    _keys("plm", {"attention.head_count_kv": 4, "attention.kv_lora_rank": 32, "attention.key_length": 32,
-                  "attention.value_length": 16, "rope.dimension_count": 16}),
     _keys("bailingmoe", MOE | {"rope.dimension_count": 16}),
     _keys("bailingmoe2", DENSE_LEAD),
-    _keys("dots1", DENSE_LEAD),
+    _keys("dots1", DENSE_LEAD | {"attention.head_count_kv": 4}),
     _plain("arcee"),
     _keys("ernie4_5", {}),
     _keys("hunyuan-moe", MOE),
@@ -237,7 +239,7 @@ ATTENTION: tuple[TinyModel, ...] = (
     _keys("minimax-m2", MOE),
     _keys("minimax-m3", DENSE_LEAD | {"attention.indexer.head_count": 2, "attention.indexer.key_length": 16,
                                       "attention.indexer.top_k": 2, "attention.indexer.block_size": 4,
-                                      "attention.indexer.local_blocks": 1}, refused=(1, 2)),
+                                      "attention.indexer.local_blocks": 1}, cuts=((3, 6), (4,)), refused=(1, 2)),
     _plain("pangu-embedded"),
     _keys("mistral3", {"attention.temperature_scale": 0.1, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
                        "rope.scaling.original_context_length": 8, "rope.scaling.yarn_log_multiplier": 1.0}),
@@ -252,7 +254,8 @@ ATTENTION: tuple[TinyModel, ...] = (
     _keys("mellum", MOE | WINDOWED, cuts=((3, 6), (4,))),
     _keys("laguna", DENSE_LEAD | WINDOWED, cuts=((3, 6), (4,))),
     _keys("spark2_5", WINDOWED | {"attention.sliding_window_pattern": [1, 0] * 4}),
-    _keys("plamo3", WINDOWED | {"attention.key_length": 16, "attention.value_length": 16}, cuts=((3, 6), (4,))),
+    _keys("plamo3", WINDOWED | {"attention.key_length": 16, "attention.value_length": 16}, cuts=((3, 6), (4,)),
+          refused=(7,)),
     _keys("nanbeige", {}),
     _keys("maple", WINDOWED | MOE | {"attention.sliding_window_pattern": [1, 0] * 4, "swiglu_clamp_exp": [7.0] * 8}),
     _keys("dots3note", DENSE_LEAD | MLA | INDEXER | WINDOWED | {
@@ -264,15 +267,15 @@ ATTENTION: tuple[TinyModel, ...] = (
 PERIODIC: tuple[TinyModel, ...] = (
     _keys("llama4", MOE | {"interleave_moe_layer_step": 2}, cuts=((4,), (4, 8)), refused=(1, 2, 3, 5, 6, 7), layers=12),
     _plain("smollm3", cuts=((4,), (4, 8)), refused=(1, 2, 3, 5, 6, 7), layers=12),
-    _keys("afmoe", DENSE_LEAD | WINDOWED, cuts=((4,), (4, 8)), refused=(1, 2, 3, 5, 6, 7), layers=12, exact=False),
-    _keys("smallthinker", MOE | WINDOWED, cuts=((4,), (4, 8)), refused=(1, 2, 3, 5, 6, 7), layers=12),
+    _keys("afmoe", WIDE | DENSE_LEAD | WINDOWED, cuts=((4,), (4, 8)), refused=(1, 2, 3, 5, 6, 7), layers=12, exact=False),
+    _keys("smallthinker", MOE | WINDOWED, cuts=((8,),), refused=tuple(p for p in range(1, 16) if p != 8), layers=16),
     _keys("ernie4_5-moe", MOE | {"interleave_moe_layer_step": 2, "leading_dense_block_count": 2}, cuts=((4,), (2, 6)),
           refused=(1, 3, 5, 7)),
     _keys("gemma4", WINDOWED | {
         "attention.sliding_window_pattern": every(3), "attention.shared_kv_layers": 0,
         "embedding_length_per_layer_input": 0, "attention.key_length": 32, "attention.value_length": 32,
         "attention.key_length_swa": 16, "attention.value_length_swa": 16, "rope.dimension_count_swa": 16,
-        "rope.freq_base_swa": 10000.0, "attention.head_count_kv": [2, 2, 1, 2, 2, 1, 2, 2]}),
+        "rope.freq_base_swa": 10000.0, "attention.head_count_kv": [2, 2, 1, 2, 2, 1, 2, 2]}, cuts=((3, 6), (2, 5)), refused=(1, 7)),
 )  # fmt: skip
 
 _LINEAR = (0, 1, 2, 4, 5, 6)
@@ -299,20 +302,19 @@ RECURRENT: tuple[TinyModel, ...] = (
     _keys("plamo2", MAMBA | {"attention.head_count_kv": alternating((0, 2, 4, 6), 2),
                              "attention.head_count": alternating((0, 2, 4, 6), 4), "ssm.group_count": 0,
                              "attention.key_length": 16, "attention.value_length": 16}, cuts=((2, 6), (3, 5))),
-    _keys("qwen3next", DELTA | MOE, cuts=((4,),), refused=(1, 2, 3, 5, 6, 7)),
-    _variant("qwen3next", "three parts", DELTA | MOE, cuts=((4, 8), (5,)), refused=(1, 2, 3, 9, 10, 11), layers=12),
-    _keys("qwen35", DELTA | SECTIONS, cuts=((4,),), refused=(1, 2, 3, 5, 6, 7)),
-    _keys("qwen35moe", DELTA | SECTIONS | MOE, cuts=((4,),), refused=(1, 2, 3, 5, 6, 7)),
-    _keys("kimi-linear", DENSE_LEAD | MLA | KDA | {"attention.head_count_kv": alternating((0, 2, 3, 5, 6), 4),
-                                                   "attention.head_count": 4},
+    _keys("qwen3next", DELTA | MOE, cuts=((4,), (6,)), refused=(1, 2, 3, 7)),
+    _variant("qwen3next", "three parts", DELTA | MOE, cuts=((4, 8), (5, 9)), refused=(1, 2, 3, 11), layers=12),
+    _keys("qwen35", DELTA | SECTIONS, cuts=((4,), (6,)), refused=(1, 2, 3, 7)),
+    _keys("qwen35moe", DELTA | SECTIONS | MOE, cuts=((4,), (6,)), refused=(1, 2, 3, 7)),
+    _keys("kimi-linear", DENSE_LEAD | MLA | KDA | {"attention.head_count_kv": alternating((0, 2, 3, 5, 6), 1)},
           cuts=((2, 5), (5,)), refused=(1, 7), without=("attn_q_a", "attn_q_b")),
-    _keys("bailingmoe3", DENSE_LEAD | MLA | KDA | {"attention.head_count_kv": alternating((0, 2, 3, 5, 6), 4),
-                                                   "attention.head_count": 4,
+    _keys("bailingmoe3", DENSE_LEAD | MLA | KDA | {"attention.head_count_kv": alternating((0, 2, 3, 5, 6), 1),
                                                    "rope.dimension_sections": Typed("i32", [3, 3, 2, 0])},
           cuts=((2, 5), (5,)), refused=(1, 7)),
 )  # fmt: skip
 
 RUNNABLE = (*ATTENTION, *PERIODIC, *RECURRENT)
+BY_NAME = {model.name: model for model in RUNNABLE}
 REFUSED = (
     "gemma3n", "deepseek4", "glm4", "rwkv6", "rwkv7", "rwkv6qwen2", "arwkv7", "minimax-01", "kimi-k3", "glm5-next",
     "qwen4exp", "hy_v4", "hrm_text", "cogvlm", "graniteswitch", "talkie", "muse-glimmer", "bloom",

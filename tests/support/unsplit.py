@@ -82,6 +82,7 @@ class Unsplit:
         context.n_ctx, context.n_batch, context.n_ubatch, context.n_seq_max = CONTEXT, ROWS, ROWS, SEQUENCES
         context.n_threads = context.n_threads_batch = 1
         context.kv_unified = True
+        context.swa_full = False
         context.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         if self._taps:
             context.cb_eval = self._callback
@@ -94,7 +95,9 @@ class Unsplit:
     def __enter__(self) -> Unsplit:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         lib.llama_free(self._context)
         lib.llama_model_free(self._model)
 

@@ -146,8 +146,6 @@ def _whole_only(name: str, reason: str, model_types: str = "", *, rollback: Roll
 _PLAIN = LlamaRules()
 _LAYERED = LlamaRules(taps=("layer_inp",))
 _OUTPUT = LlamaRules(output_required=True)
-_READ = LlamaRules("unproven")
-_READ_OUTPUT = LlamaRules("unproven", output_required=True)
 _SCALED = LlamaRules(embedding="key")
 _INTERVAL = LlamaRules(taps=("layer_inp",), recurrent="interval")
 _MIXED = LlamaRules(recurrent="no_kv_heads")
@@ -201,13 +199,7 @@ ROWS: tuple[Architecture, ...] = (
     Architecture("mistral3", ("mistral3",), ("ministral3",), rollback="within_window", llama=_PLAIN),
     Architecture("mixtral", (), ("mixtral",), rollback="within_window"),
     Architecture("granite", ("granite",), ("granite",), scales_rows_in_decoder=True, llama=_SCALED),
-    Architecture(
-        "granitemoe",
-        ("granitemoe",),
-        ("granitemoe",),
-        scales_rows_in_decoder=True,
-        llama=LlamaRules("unproven", embedding="key"),
-    ),
+    Architecture("granitemoe", ("granitemoe",), ("granitemoe",), scales_rows_in_decoder=True, llama=_SCALED),
     # Refused by PyTorch: what a cut would need is not handed on, or cannot be taken back.
     _recurrent("qwen3.5", "qwen35 qwen35moe", "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text", _INTERVAL),
     _recurrent("qwen3next", "qwen3next", "qwen3_next", _INTERVAL),
@@ -313,31 +305,41 @@ ROWS: tuple[Architecture, ...] = (
     _untried("dots1", _OUTPUT, "dots1"),
     _untried("bailingmoe2", _OUTPUT),
     _untried("seed_oss", _PLAIN, "seed_oss"),
-    # Rules read from llama.cpp's sources, numbers not compared.
-    _untried("granite_swa", LlamaRules("unproven", window=Window(), embedding="key"), rollback="within_window"),
-    _untried("minicpm", LlamaRules("unproven", embedding="key", embedding_default=12.0, residual_depth=1.4)),
-    _untried("grok", LlamaRules("unproven", embedding="key", embedding_default=78.38367176906169)),
+    _untried("granite_swa", LlamaRules(window=Window(), embedding="key"), rollback="within_window"),
+    _untried("minicpm", LlamaRules(embedding="key", embedding_default=12.0, residual_depth=1.4)),
+    _untried("grok", LlamaRules(embedding="key", embedding_default=78.38367176906169)),
     _untried(
         "smallthinker",
-        LlamaRules("unproven", align=4, align_windowed=True, window=Window(4, dense_first=True, optional=True)),
+        LlamaRules(
+            align=4, align_windowed=True, counts=((4, None),), window=Window(4, dense_first=True, optional=True)
+        ),
         rollback="within_window",
     ),
+    _untried("mellum", LlamaRules(window=Window(4, optional=True), output_required=True), rollback="within_window"),
+    _untried("laguna", LlamaRules(window=Window(4, dense_first=True, optional=True)), rollback="within_window"),
+    _untried("plamo3", LlamaRules(window=Window(8, optional=True)), rollback="within_window"),
+    _untried("spark2_5", LlamaRules(window=Window()), rollback="within_window"),
+    _untried("maple", LlamaRules(window=Window(), output_required=True), rollback="within_window"),
+    _untried("dots3note", LlamaRules(window=Window()), rollback="within_window"),
+    _untried("plamo2", LlamaRules(recurrent="no_kv_heads"), rollback="never"),
+    _untried("glm4", LlamaRules(sections="need"), "glm4"),
     _untried(
-        "mellum",
-        LlamaRules("unproven", window=Window(4, optional=True), output_required=True),
-        rollback="within_window",
+        "nanbeige",
+        LlamaRules(taps=("layer_inp",), zero_keys=("num_loops",), zero_reason="its layers run several times over"),
     ),
-    _untried("glm4", LlamaRules("unproven", sections="need"), "glm4"),
     *(
-        _untried(name, _READ)
+        _untried(name, _PLAIN)
         for name in _names(
-            "gpt2 starcoder starcoder2 mpt arcee chatglm deepseek exaone maincoder olmo pangu-embedded qwen2vl qwen3vl "
-            "qwen3vlmoe"
+            "arcee arctic bitnet chatglm deci deepseek deepseek2-ocr exaone falcon gpt2 grovemoe jais2 maincoder mpt "
+            "olmo openelm paddleocr pangu-embedded qwen2vl qwen3vl qwen3vlmoe refact starcoder starcoder2"
         )
     ),
     *(
-        _untried(name, _READ_OUTPUT)
-        for name in _names("apertus bailingmoe internlm2 nemotron olmoe orion phi2 phimoe qwen stablelm xverse")
+        _untried(name, _OUTPUT)
+        for name in _names(
+            "apertus bailingmoe codeshell dbrx internlm2 jais nemotron olmoe orion phi2 phimoe plamo qwen stablelm "
+            "xverse"
+        )
     ),
     # Refused by llama.cpp, but for the whole model.
     _whole_only("kimi-k3", _MANY_STREAMS, rollback="never"),

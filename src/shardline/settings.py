@@ -75,7 +75,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     control_body_bytes: int = 1 << 20
     """Largest control message."""
     body_memory_bytes: int = 256 << 20
-    """Bodies over 64 KiB that a process holds at once; the next ones wait, then are refused (`resources_exhausted`)."""
+    """Memory for bodies over 64 KiB, and for what is made of them before a request begins. The next ones wait for room,
+    then are refused (`resources_exhausted`)."""
     step_body_bytes: int = 64 << 20
     """Largest step document that a Node accepts."""
     header_bytes: int = 32 << 10

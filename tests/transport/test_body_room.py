@@ -77,6 +77,7 @@ async def test_whoever_leaves_the_queue_holds_nothing() -> None:
 
 async def test_the_slowest_body_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_room, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(body_room, "SLOW_BYTES_PER_S", 1000)
     room = BodyRoom(100)
 
     async def read(received: int) -> str:
@@ -91,7 +92,7 @@ async def test_the_slowest_body_makes_way(monkeypatch: pytest.MonkeyPatch) -> No
             room.give(place)
         return "read"
 
-    fast, slow = asyncio.create_task(read(40)), asyncio.create_task(read(3))
+    fast, slow = asyncio.create_task(read(1_000_000)), asyncio.create_task(read(3))
     await until(lambda: room.used == 100)
     await room.take(50, 5.0)
     assert await slow == "made way" and not fast.done()

@@ -29,6 +29,8 @@ from shardline.transport.boundary import ErrorBoundary
 
 Call = Callable[[Scope, Receive, Send], Awaitable[None]]
 Prepare = Callable[[bytes, str], Awaitable[Prepared]]
+_COPIES = 4
+"""How often a large request lies in memory: its bytes, what they mean, the messages for the template, the prompt."""
 
 
 class Endpoint:
@@ -97,7 +99,7 @@ class GatewayApp:
     async def _complete(self, scope: Scope, receive: Receive, send: Send, prepare: Prepare) -> None:
         key_id = self._principal(scope)
         _check_json(scope)
-        async with body_of(receive, scope, self._settings.api_body_bytes) as body:
+        async with body_of(receive, scope, self._settings.api_body_bytes, copies=_COPIES) as body:
 
             async def answer() -> None:
                 prepared = await prepare(body.data, key_id)
@@ -193,7 +195,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         await asyncio.wait({working, watching})
     if working.cancelled():
         raise ClientLeft
-    working.result()
+    try:
+        working.result()
+    finally:
+        del working  # else what was raised, and this frame with all that the request held, would keep each other
 
 
 async def _gone(receive: Receive) -> None:

@@ -106,6 +106,7 @@ class Completions:
                 await asyncio.wait([work])
                 if not work.cancelled():
                     work.exception()
+                del work  # it knows what was raised, and that this frame, with the body
 
     @contextmanager
     def _announced(self, model: ModelInfo, key_id: str) -> Iterator[str]:

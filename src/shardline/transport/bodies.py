@@ -43,8 +43,9 @@ def header(scope: Scope, name: bytes) -> str | None:
 class HeldBody:
     """A whole body, and the room that it takes."""
 
-    def __init__(self, room: BodyRoom | None, limit: int) -> None:
+    def __init__(self, room: BodyRoom | None, limit: int, copies: int) -> None:
         self.data = b""
+        self._copies = copies
         self._room = room
         self._limit = limit
         self._place: Place | None = None
@@ -61,7 +62,7 @@ class HeldBody:
         and that time is not the client's."""
         if received > SMALL_BYTES and self._place is None and self._room is not None:
             wait.reschedule(None)
-            self._place = await self._room.take(self._limit, grace_s)
+            self._place = await self._room.take(self._limit * self._copies, grace_s)
             self._place.reading = wait
         if self._place is not None:
             self._place.received = received
@@ -100,15 +101,17 @@ class HeldBody:
 
 @asynccontextmanager
 async def body_of(
-    receive: Receive, scope: Scope, limit: int, *, grace_s: float = BODY_GRACE_S
+    receive: Receive, scope: Scope, limit: int, *, copies: int = 1, grace_s: float = BODY_GRACE_S
 ) -> AsyncIterator[HeldBody]:
     """The whole body of at most `limit` bytes; its room is held until it is freed, or the context is left.
+
+    `copies`: how often its bytes lie in memory, with what the caller makes of them.
 
     Raises `unsupported_media_type` (any Content-Encoding), `body_too_large` (before anything is read where the size
     is announced), `slow_body`, `resources_exhausted` (no room for it within `grace_s`), or `ClientLeft`.
     """
     length = _announced(scope, limit)
-    body = HeldBody(scope.get("state", {}).get(ROOM), limit if length is None else length)
+    body = HeldBody(scope.get("state", {}).get(ROOM), limit if length is None else length, copies)
     try:
         await body._read(receive, grace_s)
         yield body

@@ -16,7 +16,9 @@ from shardline.errors import ShardlineError
 SMALL_BYTES = 64 << 10
 """A body up to this size needs no room."""
 PATIENCE_S = 2.0
-"""When somebody has waited so long, the slowest of the bodies that have been coming for so long makes way."""
+"""When somebody has waited so long, the slowest of the bodies that have been coming for so long makes way, …"""
+SLOW_BYTES_PER_S = 256 << 10
+"""… if it comes slower than this."""
 
 
 @dataclass(eq=False, slots=True)
@@ -96,9 +98,15 @@ class BodyRoom:
 
     def _hurry_slowest(self) -> None:
         now = asyncio.get_running_loop().time()
-        coming = [place for place in self._places if place.reading is not None and now - place.since >= PATIENCE_S]
-        if coming:
-            slowest = min(coming, key=lambda place: place.received / (now - place.since))
+        slow = [
+            place
+            for place in self._places
+            if place.reading is not None
+            and (age := now - place.since) >= PATIENCE_S
+            and place.received < SLOW_BYTES_PER_S * age
+        ]
+        if slow:
+            slowest = min(slow, key=lambda place: place.received / (now - place.since))
             timer, slowest.reading = slowest.reading, None
             if timer is not None:
                 timer.reschedule(now)

@@ -74,14 +74,16 @@ class ErrorBoundary:
             cause = _single(exception)
             if isinstance(cause, ClientLeft):
                 await answer.left()
-                return
-            if isinstance(cause, ShardlineError):
+            elif isinstance(cause, ShardlineError):
                 await answer.fail(cause)
             elif isinstance(cause, HTTPException):
                 await answer.fail(_error_of_status(cause.status_code), dict(cause.headers or {}))
             else:
                 log.exception("request_failed", request_id=answer.request_id, path=scope["path"])
                 await answer.fail(_internal(answer.request_id))
+            # The exception knows this frame, and by it everything that the request held: not before the next collection
+            # of garbage would it be free.
+            del cause
 
     def _request_id(self, scope: Scope) -> str:
         for name, value in scope["headers"]:

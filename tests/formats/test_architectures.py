@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardline.errors import ShardlineError
-from shardline.formats.architectures import ROWS, Architecture, check_torch, of_gguf, of_model_type
+from shardline.formats.architectures import ROWS, Architecture, check_torch, llama_rules, of_gguf, of_model_type
 
 PROVEN = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "mistral", "phi3", "gpt_oss", "deepseek_v3"]
 
@@ -23,6 +23,12 @@ def test_proven_architectures_are_supported(model_type: str) -> None:
 def test_rows_are_whole(row: Architecture) -> None:
     assert row.gguf or row.model_types
     assert (row.torch == "refused") == (row.reason is not None)
+    if row.llama is not None:
+        assert row.gguf, "llama.cpp knows an architecture by its name in GGUF files"
+        assert (row.llama.proof == "refused") == (row.llama.reason is not None)
+        assert row.llama.residual.format(last=3) in ("l_out-3", "h_nextn", "nemotron_h_block_out-3")
+        assert bool(row.llama.zero_keys) == bool(row.llama.zero_reason)
+        assert row.llama.count_cure is None or row.llama.counts
     for name in row.gguf:
         assert of_gguf(name) == row
     for name in row.model_types:
@@ -59,3 +65,18 @@ def test_rollback_depends_on_the_window() -> None:
     assert not of_gguf("gemma3").can_roll_back(1024, 1024)
     assert of_gguf("qwen3").can_roll_back(100_000, None)
     assert not of_gguf("mamba").can_roll_back(1, None)
+
+
+def test_what_llama_cpp_runs_only_whole_says_why() -> None:
+    assert llama_rules(of_gguf("llama")).residual == "l_out-{last}"
+    for name, why in (("foo", "nobody has compared"), ("rwkv7", "normalises"), ("deepseek4", "more than one row")):
+        with pytest.raises(ShardlineError, match=f"llama.cpp runs .* only whole: .*{why}") as caught:
+            llama_rules(of_gguf(name))
+        assert caught.value.code == "architecture_unsupported"
+        assert "one Node" in caught.value.advice
+
+
+def test_no_state_of_a_recurrent_layer_is_taken_back() -> None:
+    for row in ROWS:
+        if row.llama is not None and row.llama.recurrent is not None:
+            assert row.rollback == "never", row.name

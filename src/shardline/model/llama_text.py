@@ -8,19 +8,24 @@ nothing that changes and lets other threads run, so any thread may ask. Shown by
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import GGUFHeader
 from shardline.formats.vocabulary import PREFIX
-from shardline.model.gguf_vocabulary import GGUFText, invalid, read_text
+from shardline.model.gguf_vocabulary import GGUFText, Vocabulary, byte_alphabet, invalid, merges_of, read_text
 from shardline.model.llama_library import LlamaLibrary
+from shardline.model.merging import BytePairs
+from shardline.model.pre_tokenizers import PreTokenizer
 
 _ONLY_HERE: Final = frozenset({"t5", "rwkv", "plamo2", "hybriddna", "whitespace"})
 """Kinds of vocabularies that no other engine tokenises for: the bytes of their tokens are the library's too."""
 _PIECE_BYTES: Final = 256
 _TEXT_LIMIT: Final = 1 << 30
+_SAFE_DEPTH: Final = 2048
+"""Characters that one match of a pattern may look at: a stack of 8 MB holds some 10,000."""
 
 
 class LlamaText:
@@ -36,6 +41,8 @@ class LlamaText:
         text = read_text(header, count, context_length, pieces=pieces)
         if text is None or count != len(text.vocabulary.tokens):
             raise invalid(f"llama.cpp reads {count} tokens of it")
+        pre = text.vocabulary.pre
+        self._own = _OwnWords(header, text.vocabulary, pre) if pre is not None and pre.recursive else None
         self.bundle = text.bundle
         """MessagePack of `TextBundle`."""
         self.digest = text.digest
@@ -50,6 +57,8 @@ class LlamaText:
             raise ShardlineError("invalid_value", "the text holds a lone surrogate, which is no character") from None
         if len(data) > _TEXT_LIMIT:
             raise ShardlineError("invalid_value", f"a text of {len(data)} bytes is over the limit of {_TEXT_LIMIT}")
+        if self._own is not None and self._own.is_needed(text):
+            return self._own.tokenize(text, add_special, parse_special)
         room = len(data) + 8
         while True:
             ids = (ctypes.c_int32 * room)()
@@ -69,7 +78,41 @@ class LlamaText:
                 room = -length
                 buffer = ctypes.create_string_buffer(room)
                 length = self._c.llama_token_to_piece(self._vocabulary, token, buffer, room, 0, True)
-            yield buffer[:length]
+            yield ctypes.string_at(buffer, length)
+
+
+class _OwnWords:
+    """The same ids without the library, for texts on which it would run out of stack and end the process: those with
+    thousands of characters of one word, which only an attack or an accident has."""
+
+    def __init__(self, header: GGUFHeader, vocabulary: Vocabulary, pre: PreTokenizer) -> None:
+        self._header = header
+        self._vocabulary = vocabulary
+        self._pre = pre
+        self._lock = threading.Lock()
+        self._pairs: BytePairs | None = None
+
+    def is_needed(self, text: str) -> bool:
+        return len(text) > _SAFE_DEPTH and self._pre.depth(text) > _SAFE_DEPTH
+
+    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        pairs = self._merging()
+
+        def merge(part: str) -> list[int]:
+            return [token for word in self._pre.split(part) for token in pairs.encode(word)]
+
+        return self._vocabulary.encode(text, merge, add_special=add_special, parse_special=parse_special)
+
+    def _merging(self) -> BytePairs:
+        with self._lock:
+            if self._pairs is None:
+                self._pairs = BytePairs(
+                    self._vocabulary.ids,
+                    merges_of(self._header),
+                    {byte: char for char, byte in byte_alphabet().items()},
+                    whole_first=self._pre.whole_words_first,
+                )
+            return self._pairs
 
 
 def has_text(header: GGUFHeader) -> bool:
@@ -84,7 +127,8 @@ def check_text(header: GGUFHeader) -> GGUFText | None:
     """
     if not has_text(header):
         return None
-    tokens = [text or b"[EMPTY_%d]" % token for token, text in enumerate(header.strings(PREFIX + "tokens"))]
+    raw = header.strings(PREFIX + "tokens")
+    tokens = [text.partition(b"\0")[0] or b"[EMPTY_%d]" % token for token, text in enumerate(raw)]
     if len(set(tokens)) != len(tokens):
         raise invalid("a token stands in it twice, which llama.cpp does not take (the PyTorch engine does)")
     return read_text(header, 0, 0, pieces=[] if _kind(header) in _ONLY_HERE else None)

@@ -82,7 +82,7 @@ def _drive(
     script = folder / "script.json"
     script.write_text(json.dumps({"model": "bench", "n_layers": 2, "answer": ["a", "b"], "eos": False}))
     configuration = resolve(flags={"state_dir": str(folder)}, assignments=(), config=None, environ={})
-    shared = ["--state-dir", str(folder), "--set", "drain_s=1"]
+    shared = parts.GlobalFlags(given=["--state-dir", str(folder)], added=["--set", "drain_s=1"])
     plan = parts.Plan(port=0, model=script, ranges=[(0, 1), (1, 2)], node_arguments=("--engine", "scripted", *flags))
     periods: list[float] = []
     computed: list[float] = []

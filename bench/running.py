@@ -11,7 +11,7 @@ from typing import Any
 
 from shardline.cli.chat import first_model
 from shardline.cli.client import Endpoint
-from shardline.cli.cluster import Cluster, Plan, planned
+from shardline.cli.cluster import Cluster, GlobalFlags, Plan, planned
 from shardline.cli.config import resolve
 from shardline.cli.supervisor import Child, Supervisor
 
@@ -81,7 +81,7 @@ def cluster(folder: Path, model: Path, nodes: int, engine: str, threads: int) ->
     configuration = resolve(flags={"state_dir": str(state)}, assignments=(), config=None, environ={})
     with Supervisor(state / "logs", _quiet) as supervisor:
         parts = Cluster(supervisor, plan, print)
-        parts.start(configuration, ["--state-dir", str(state), "--set", "drain_s=1"])
+        parts.start(configuration, GlobalFlags(given=["--state-dir", str(state)], added=["--set", "drain_s=1"]))
         yield Running(parts.gateway_url)
 
 

@@ -1,7 +1,7 @@
 """Where a GGUF model may be cut for llama.cpp: legal positions, the reason for each other one, and the best even cut.
 
 Owns applying an architecture's rules (architectures.py) to one header. Decides nothing about machines: bytes come in as
-numbers. Pure. Shown by tests/formats/test_cuts.py.
+numbers. Pure. Shown by tests/formats/test_cut_positions.py.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Cuts:
                 "nobody has compared the parts of this architecture with the whole: try it before you rely on it"
             )
         if self.rules.proof == "close" or (self.is_special() and self.rules.count_cure == "fold_q_norm"):
-            found.append("a cut changes the last bits of the numbers, about 1e-5 of their size")
+            found.append("a cut changes the last bits of the numbers, up to about 1e-4 of their size")
         return found
 
     def is_special(self) -> bool:

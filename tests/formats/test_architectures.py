@@ -26,7 +26,7 @@ def test_rows_are_whole(row: Architecture) -> None:
     if row.llama is not None:
         assert row.gguf, "llama.cpp knows an architecture by its name in GGUF files"
         assert (row.llama.proof == "refused") == (row.llama.reason is not None)
-        assert row.llama.residual.format(last=3) in ("l_out-3", "h_nextn", "nemotron_h_block_out-3")
+        assert row.llama.residual.format(last=3) in ("l_out-3", "h_nextn", "nemotron_h_block_out-3", "ffn_residual-3")
         assert bool(row.llama.zero_keys) == bool(row.llama.zero_reason)
         assert row.llama.count_cure is None or row.llama.counts
     for name in row.gguf:

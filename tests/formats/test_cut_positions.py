@@ -111,6 +111,7 @@ def test_reasons_of_parts(
         ("gemma4", 4, {WINDOWS: [True] * 4, "attention.shared_kv_layers": 2}, "share keys and values"),
         ("gemma2", 46, {}, "by its 46 layers"),
         ("exaone4", 64, {}, "by its 64 layers"),
+        ("llama", 513, {}, "512 is the limit"),
         ("llama4", 8, {"attention.sliding_window": 0}, "without sliding windows"),
         ("glm4", 4, {}, "convert it again"),
         ("glm4", 4, {"rope.dimension_sections": Typed("i32", [0, 0, 0, 0])}, "convert it again"),
@@ -156,11 +157,11 @@ def test_warnings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if row.llama is not None], ids=lambda row: row.name)
 def test_every_row_can_be_applied(tmp_path: Path, row: Any) -> None:
     """With the keys that its rules ask for, each architecture gives cuts or a refusal, never another failure."""
-    keys: dict[str, Any] = {WINDOWS: [True, False] * 4, "attention.sliding_window": 4, **SECTIONS}
+    keys: dict[str, Any] = {WINDOWS: [True, False] * 8, "attention.sliding_window": 4, **SECTIONS}
     if row.llama.recurrent in ("no_kv_heads", "no_kv_heads_no_ffn"):
-        keys |= {"attention.head_count_kv": [0, 2] * 4, "feed_forward_length": [0, 0] * 4}
+        keys |= {"attention.head_count_kv": [0, 2] * 8, "feed_forward_length": [0, 0] * 8}
     for name in row.gguf:
-        found = cuts(tmp_path, name, 8, keys)
+        found = cuts(tmp_path, name, 16, keys)
         assert (found.refusal is None) == (row.llama.proof != "refused")
         assert bool(found.positions()) == (found.refusal is None)
 

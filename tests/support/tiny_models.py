@@ -261,7 +261,8 @@ ATTENTION: tuple[TinyModel, ...] = (
     _keys("dots3note", DENSE_LEAD | MLA | INDEXER | WINDOWED | {
         "attention.kv_lora_rank_swa": 32, "attention.key_length_swa": 48, "attention.value_length_swa": 32,
         "attention.key_length_mla_swa": 32, "attention.value_length_mla_swa": 16, "rope.freq_base_swa": 10000.0,
-        "attention.sliding_window_pattern": [0, 1] * 4, "attention.indexer.types": [1, 0] * 4}),
+        "attention.sliding_window_pattern": [0, 1] * 4, "attention.indexer.types": [1, 0] * 4},
+          cuts=((3, 6), (2, 5)), refused=(1, 7)),
 )  # fmt: skip
 
 PERIODIC: tuple[TinyModel, ...] = (
@@ -299,9 +300,9 @@ RECURRENT: tuple[TinyModel, ...] = (
     _keys("nemotron_h_moe", MAMBA | MOE | {"attention.head_count_kv": [0, 2, 0, 0, 2, 0, 0, 2],
                                            "feed_forward_length": [0, 0, 96, 0, 0, 96, 0, 0]},
           cuts=((3,), (3, 6), (2, 5)), refused=(1, 7)),
-    _keys("plamo2", MAMBA | {"attention.head_count_kv": alternating((0, 2, 4, 6), 2),
-                             "attention.head_count": alternating((0, 2, 4, 6), 4), "ssm.group_count": 0,
-                             "attention.key_length": 16, "attention.value_length": 16}, cuts=((2, 6), (3, 5))),
+    _keys("plamo2", MAMBA | {"attention.head_count_kv": alternating((0, 2, 4, 6), 2), "ssm.group_count": 0,
+                             "attention.key_length": 16, "attention.value_length": 16},
+          cuts=((2, 6), (3, 5)), refused=(1, 7)),
     _keys("qwen3next", DELTA | MOE, cuts=((4,), (6,)), refused=(1, 2, 3, 7)),
     _variant("qwen3next", "three parts", DELTA | MOE, cuts=((4, 8), (5, 9)), refused=(1, 2, 3, 11), layers=12),
     _keys("qwen35", DELTA | SECTIONS, cuts=((4,), (6,)), refused=(1, 2, 3, 7)),

@@ -58,6 +58,8 @@ class LlamaRules:
     """A key with one more such number."""
     window: Window | None = None
     """Each part must have a layer with a window, in models that have them."""
+    unwindowed_layer: bool = False
+    """… and one without a window."""
     window_required: bool = False
     """Without windows, llama.cpp numbers the layers in a way that no part can follow."""
     recurrent: Literal["interval", "no_kv_heads", "no_kv_heads_no_ffn"] | None = None
@@ -320,8 +322,8 @@ ROWS: tuple[Architecture, ...] = (
     _untried("plamo3", LlamaRules(window=Window(8, optional=True)), rollback="within_window"),
     _untried("spark2_5", LlamaRules(window=Window()), rollback="within_window"),
     _untried("maple", LlamaRules(window=Window(), output_required=True), rollback="within_window"),
-    _untried("dots3note", LlamaRules(window=Window()), rollback="within_window"),
-    _untried("plamo2", LlamaRules(recurrent="no_kv_heads"), rollback="never"),
+    _untried("dots3note", LlamaRules(window=Window(), unwindowed_layer=True), rollback="within_window"),
+    _untried("plamo2", LlamaRules(residual="ffn_residual-{last}", recurrent="no_kv_heads"), rollback="never"),
     _untried("glm4", LlamaRules(sections="need"), "glm4"),
     _untried(
         "nanbeige",

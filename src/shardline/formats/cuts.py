@@ -6,9 +6,9 @@ numbers. Pure. Shown by tests/formats/test_cut_positions.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from shardline.errors import ShardlineError
 from shardline.formats.architectures import LlamaRules, llama_rules, of_gguf
@@ -17,6 +17,9 @@ from shardline.formats.layer_kinds import ArchitectureKeys, Flags, LayerKinds, l
 from shardline.formats.layers import check_range
 from shardline.formats.memory import WeightBytes
 from shardline.formats.shape import ModelShape, shape_of_gguf
+
+LAYERS_LIMIT = 512
+"""Of llama.cpp: it loads no model with more."""
 
 Part = tuple[int, int]
 """Layers [first, last)."""
@@ -74,7 +77,8 @@ class Cuts:
         if min(position, self.n_layers - position) < self.rules.min_layers:
             return f"a part has at least {self.rules.min_layers} layers"
         lacks = (self._lack(0, position), self._lack(position, self.n_layers))
-        return next((reason for reason in (self._edge_reason(position), *lacks) if reason is not None), None)
+        reason = next((reason for reason in (self._edge_reason(position), *lacks) if reason is not None), None)
+        return reason or self._dead_end(position)
 
     def positions(self) -> tuple[int, ...]:
         """All legal positions, without 0 and the end. Two of them may still be too close to each other for a part."""
@@ -127,6 +131,15 @@ class Cuts:
             )
         return None
 
+    def _dead_end(self, position: int) -> str | None:
+        """Why no part can end, or none begin, at a position at which layers come apart well enough."""
+        before = [(first, position) for first in range(position)]
+        behind = [(position, last) for last in range(self.n_layers, position, -1)]
+        for parts in (before, behind):
+            if all(self.part_reason(*part) is not None for part in parts):
+                return self.part_reason(*parts[0])
+        return None
+
     def _lack(self, first: int, last: int) -> str | None:
         """What a part lacks that llama.cpp needs in every file."""
         needed: tuple[tuple[Flags | None, str], ...] = (
@@ -135,6 +148,9 @@ class Cuts:
             (self.kinds.attending, "a layer with attention"),
             (self.kinds.sparse, "a layer with experts"),
         )
+        if self.rules is not None and self.rules.unwindowed_layer and self.kinds.windowed is not None:
+            everything = tuple(not flag for flag in self.kinds.windowed)
+            needed = (*needed, (everything, "a layer without a sliding window"))
         for flags, what in needed:
             if flags is not None and any(flags) and not any(flags[first:last]):
                 return f"a part needs {what}, and layers {first}:{last} have none"
@@ -167,7 +183,9 @@ def _check_header(header: GGUFHeader, shape: ModelShape, rules: LlamaRules, kind
     """Refuse what the architecture allows and this model does not."""
     keys = ArchitectureKeys(header, shape)
     reason = None
-    if any(keys.integer(key, 0) for key in rules.zero_keys):
+    if shape.n_layers > LAYERS_LIMIT:
+        reason = f"it has {shape.n_layers} layers, and {LAYERS_LIMIT} is the limit"
+    elif any(keys.integer(key, 0) for key in rules.zero_keys):
         reason = rules.zero_reason
     elif rules.window_required and kinds.windowed is None:
         reason = "without sliding windows its layers are told by the number of all"
@@ -204,40 +222,53 @@ def even_cut(cuts: Cuts, weights: WeightBytes, parts: int) -> list[Part]:
     """
     if parts > 1 and cuts.rules is None:
         raise cuts._refusal()
+    ends = [0, *accumulate(weights.layers)]
+    behind = weights.shared + weights.output + weights.tied
     edges = [0, *(cuts.positions() if parts > 1 else ()), cuts.n_layers]
-    legal = {
-        (a, b): weights.of_shard(a, b) - (0 if a else weights.embedding)
+    read = {
+        (a, b): ends[b] - ends[a] + (behind if b == cuts.n_layers else weights.shared)
         for i, a in enumerate(edges)
         for b in edges[i + 1 :]
         if cuts.part_reason(a, b) is None
     }
-    largest = _best(edges, legal, parts, max)
+    largest = _best(edges, read, parts, max)
     if largest is None:
-        most = next((n for n in range(parts - 1, 0, -1) if _best(edges, legal, n, max) is not None), 1)
+        most = _most_parts(edges, read)
         raise ShardlineError(
             "layers_invalid",
             f"this model of {cuts.n_layers} layers cannot be cut into {parts} parts: {most} is the most",
             param="nodes",
             advice=f"Give at most {most} Nodes.",
         )
-    limit = max(legal[part] for part in largest)
-    within = {part: size**2 for part, size in legal.items() if size <= limit}
-    even = _best(edges, within, parts, lambda before, part: before + part)
-    return even if even is not None else largest
+    limit = max(read[part] for part in largest)
+    within = {part: size**2 for part, size in read.items() if size <= limit}
+    return _best(edges, within, parts, lambda before, part: before + part) or largest
 
 
 def _best(
-    edges: Sequence[int], cost: dict[Part, int], parts: int, join: Callable[[int, int], int]
+    edges: Sequence[int], cost: Mapping[Part, int], parts: int, join: Callable[[int, int], int]
 ) -> list[Part] | None:
     """The cheapest way from the first edge to the last in `parts` steps; None where there is no way."""
-    reached: dict[int, tuple[int, list[int]]] = {edges[0]: (0, [edges[0]])}
+    onward: dict[int, list[tuple[int, int]]] = {}
+    for (a, b), size in cost.items():
+        onward.setdefault(a, []).append((b, size))
+    reached: dict[int, tuple[int, tuple[int, ...]]] = {edges[0]: (0, (edges[0],))}
     for _ in range(parts):
-        step: dict[int, tuple[int, list[int]]] = {}
-        for (a, b), size in cost.items():
-            if a in reached:
-                total = join(reached[a][0], size)
-                if b not in step or total < step[b][0]:
-                    step[b] = (total, [*reached[a][1], b])
+        step: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for a, (total, way) in reached.items():
+            for b, size in onward.get(a, ()):
+                joined = join(total, size)
+                if b not in step or joined < step[b][0]:
+                    step[b] = (joined, (*way, b))
         reached = step
     found = reached.get(edges[-1])
     return list(pairwise(found[1])) if found is not None else None
+
+
+def _most_parts(edges: Sequence[int], legal: Mapping[Part, int]) -> int:
+    """The largest number of parts that any cut has; the whole model is one."""
+    most = {edges[0]: 0}
+    for a, b in sorted(legal):
+        if a in most:
+            most[b] = max(most.get(b, 0), most[a] + 1)
+    return most.get(edges[-1], 1)

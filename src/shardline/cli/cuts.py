@@ -31,7 +31,7 @@ _PROOFS = {
 
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path), metavar="MODEL.gguf")
-@click.option("--nodes", type=click.IntRange(1, 512), help="Propose the most even cut for so many Nodes.")
+@click.option("--nodes", type=click.IntRange(1, 64), help="Propose the most even cut for so many Nodes.")
 @as_json_option
 def cuts(model: Path, nodes: int | None, as_json: bool) -> None:
     """Say where MODEL can be cut for llama.cpp, and why not elsewhere.

@@ -20,7 +20,7 @@ from shardline.artifact.shard_files import ShardFiles, write_plan
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import read_header
 from shardline.formats.gguf_files import GGUFModel, read_model
-from shardline.formats.shard_gguf import Copy, plan_shard
+from shardline.formats.shard_gguf import PAGE, Copy, plan_shard
 from tests.support.gguf_models import CONTENT_ID, WIDTH, content, metadata, small_model, tensors
 from tests.support.gguf_writer import Tensor, gguf_bytes
 
@@ -156,14 +156,24 @@ def test_without_the_kernels_copy_the_bytes_are_the_same(
     assert ShardFiles(cache / "c").shard(model, CONTENT_ID, 0, 4).read_bytes() == expected
 
 
-def test_large_tensors_go_in_chunks(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "CHUNK", 100)
-    model = small_model(tmp_path)
-    steps: list[int] = []
-    path = ShardFiles(cache).shard(model, CONTENT_ID, 0, 4, progress=lambda done, _: steps.append(done))
-    assert len(steps) > path.stat().st_size // 200
-    offset = read_header(path).integer("shardline.embedding.offset")
-    assert path.read_bytes()[offset:] == content("token_embd.weight", (WIDTH, 64))
+def test_large_tensors_go_in_chunks_that_begin_on_pages(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the source, and of the file too: only so can a file system share the blocks."""
+    monkeypatch.setattr(shard_files, "CHUNK", 2 * PAGE)
+    model = small_model(tmp_path, layers=40)
+    calls: list[tuple[int, int, int]] = []
+    real = os.copy_file_range
+
+    def counted(source: int, target: int, count: int, offset_src: int, offset_dst: int) -> int:
+        calls.append((count, offset_src, offset_dst))
+        return real(source, target, count, offset_src, offset_dst)
+
+    monkeypatch.setattr(os, "copy_file_range", counted)
+    path = ShardFiles(cache).shard(model, CONTENT_ID, 2, 39)
+    assert read_header(path).integer("llama.block_count") == 37
+    assert [count for count, _, _ in calls[1:3]] == [2 * PAGE, 2 * PAGE]
+    assert all(source % PAGE == 0 and target % PAGE == 0 for _, source, target in calls[1:3])
 
 
 def test_a_factor_is_applied(tmp_path: Path, cache: Path) -> None:

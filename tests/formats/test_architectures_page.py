@@ -40,6 +40,7 @@ def conditions(rules: LlamaRules) -> list[str]:
     kinds = {
         "a layer with a window": rules.window is not None,
         "one without": rules.unwindowed_layer,
+        "a layer without a window": rules.unwindowed_layer,
         "a recurrent layer and one with attention": rules.recurrent is not None,
         "a layer with experts": rules.sparse_layer,
         f"{rules.min_layers} layers": rules.min_layers > 1,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf_files import GGUFModel
-from shardline.formats.shard_gguf import RECIPE, Copy, ShardPlan, Zeros, plan_shard, plan_vocabulary
+from shardline.formats.shard_gguf import PAGE, RECIPE, Copy, ShardPlan, Zeros, plan_shard, plan_vocabulary
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes to write."""
@@ -193,7 +193,8 @@ def _copied(source: int, target: int, piece: Copy, position: int) -> Iterator[in
     """Copy the piece to `position`; yields the bytes done after each chunk."""
     done, in_kernel = 0, hasattr(os, "copy_file_range")
     while done < piece.nbytes:
-        size = min(CHUNK, piece.nbytes - done)
+        # From the first chunk on, all begin on a page of the source: blocks can be shared only as a whole.
+        size = min(CHUNK - (piece.offset + done) % PAGE, piece.nbytes - done)
         copied = 0
         if in_kernel:
             try:

@@ -17,7 +17,7 @@ from shardline.errors import ShardlineError
 from shardline.formats.architectures import LlamaRules
 from shardline.formats.cuts import Cuts, cuts_of
 from shardline.formats.ggml_types import BLOCK_TYPES, TYPE_IDS
-from shardline.formats.gguf import TensorInfo
+from shardline.formats.gguf import DEFAULT_ALIGNMENT, TensorInfo
 from shardline.formats.gguf_files import GGUFModel
 from shardline.formats.gguf_writer import Stored, TensorRow, array_of, encode_header, f32, padding, text, u32, u64
 from shardline.formats.layers import is_of_other_modality, place_of
@@ -125,25 +125,71 @@ def plan_vocabulary(model: GGUFModel) -> ShardPlan:
 def _laid_out(
     keys: dict[str, Stored], entries: list[Entry], embedding: TensorInfo | None, embedding_scale: float
 ) -> ShardPlan:
-    rows = [entry.row for entry in entries]
-    pieces = [piece for entry in entries for piece in _padded(entry.piece())]
-    if embedding is None:
-        return ShardPlan(encode_header(keys, rows), tuple(pieces))
-    facts = {
-        "shardline.embedding.offset": u64(0),
-        "shardline.embedding.type": u32(embedding.type_id),
-        "shardline.embedding.rows": u32(embedding.shape[1]),
-        "shardline.embedding.width": u32(embedding.shape[0]),
-        "shardline.embedding.scale": f32(embedding_scale),
-    }
-    # The offset has a fixed width, so the header is as long with the right one as with 0.
-    end = len(encode_header(keys | facts, rows)) + sum(piece.nbytes for piece in pieces)
-    gap = padding(end, PAGE)
-    facts["shardline.embedding.offset"] = u64(end + gap)
-    if gap:
-        pieces.append(Zeros(gap))
-    pieces.append(Copy(embedding.file, embedding.offset, embedding.nbytes))
-    return ShardPlan(encode_header(keys | facts, rows), tuple(pieces))
+    ordered = _ordered(entries)
+    rows = [entry.row for entry in ordered]
+    pieces = [piece for entry in ordered for piece in _padded(entry.piece())]
+    keys = keys | {"shardline.padding": text("")}
+    if embedding is not None:
+        keys |= {
+            "shardline.embedding.offset": u64(0),
+            "shardline.embedding.type": u32(embedding.type_id),
+            "shardline.embedding.rows": u32(embedding.shape[1]),
+            "shardline.embedding.width": u32(embedding.shape[0]),
+            "shardline.embedding.scale": f32(embedding_scale),
+        }
+    start = len(encode_header(keys, rows))
+    if isinstance(pieces[0], Copy) and pieces[0].offset % DEFAULT_ALIGNMENT == 0:
+        # Data that lie in pages as they do in the source can be shared by file systems that share blocks.
+        keys["shardline.padding"] = text("\0" * ((pieces[0].offset - start) % PAGE))
+        start += (pieces[0].offset - start) % PAGE
+    if embedding is not None:
+        end = start + sum(piece.nbytes for piece in pieces)
+        if gap := padding(end, PAGE):
+            pieces.append(Zeros(gap))
+        # The offset has a fixed width, so the header is as long as with 0.
+        keys["shardline.embedding.offset"] = u64(end + gap)
+        pieces.append(Copy(embedding.file, embedding.offset, embedding.nbytes))
+    return ShardPlan(encode_header(keys, rows), _joined(pieces))
+
+
+def _ordered(entries: list[Entry]) -> list[Entry]:
+    """The tensors in the order of the source, but what lies there in the longest run first, and zeros last."""
+    copied = sorted((e for e in entries if e.source is not None), key=_place)
+    runs: list[list[Entry]] = []
+    for entry in copied:
+        if runs and _follows(runs[-1][-1].piece(), entry.piece()):
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    longest = max(runs, key=lambda run: sum(entry.row.nbytes for entry in run))
+    others = [entry for run in runs if run is not longest for entry in run]
+    return [*longest, *others, *(e for e in entries if e.source is None)]
+
+
+def _place(entry: Entry) -> tuple[int, int]:
+    return (entry.source.file, entry.source.offset) if entry.source is not None else (0, 0)
+
+
+def _follows(piece: Piece, other: Piece) -> bool:
+    """Whether `other` lies behind `piece` in the source as it will in the part: only the padding between them."""
+    if not isinstance(piece, Copy) or not isinstance(other, Copy) or (piece.factor or other.factor) is not None:
+        return False
+    return piece.file == other.file and other.offset == piece.offset + piece.nbytes + padding(piece.nbytes)
+
+
+def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Neighbours in the source, with the padding between them, as one piece."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        before = joined[-2] if len(joined) > 1 else None
+        if isinstance(last, Copy) and _follows(last, piece):
+            joined[-1] = Copy(last.file, last.offset, last.nbytes + piece.nbytes)
+        elif isinstance(last, Zeros) and isinstance(before, Copy) and _follows(before, piece):
+            joined[-2:] = [Copy(before.file, before.offset, before.nbytes + last.nbytes + piece.nbytes)]
+        else:
+            joined.append(piece)
+    return tuple(joined)
 
 
 def _padded(piece: Piece) -> Iterator[Piece]:
@@ -153,10 +199,10 @@ def _padded(piece: Piece) -> Iterator[Piece]:
 
 
 def _entries(model: GGUFModel, cuts: Cuts, rules: LlamaRules, first: int, last: int) -> Iterator[Entry]:
-    """The tensors of the part, those of layers in the order of the source: copies of neighbours stay neighbours."""
+    """The tensors of the part, in no order."""
     yield from _vocabulary_entries(model, cuts, rules, last)
     empty = set(range(first, last))
-    for info in sorted(model.tensors.values(), key=lambda info: (info.file, info.offset)):
+    for info in model.tensors.values():
         place = place_of(info.name)
         if isinstance(place, int):
             if first <= place < last:

@@ -55,6 +55,8 @@ class ShardDescription:
     """SHA-256 (hex) of `text_bundle()`; head and tail only."""
     kv_capacity_tokens: int | None = None
     """What the engine's caches can hold in all; None: bounded by memory alone."""
+    slots: int | None = None
+    """How many slots can be open at a time; None: no bound of the engine's own."""
 
     @property
     def is_head(self) -> bool:
@@ -99,6 +101,10 @@ class Backend(Protocol):
     def open(self, slot: int) -> None:
         """Make an empty cache for `slot` (a small integer that is not open)."""
 
+    def fork(self, source: int, target: int, tokens: int) -> None:
+        """Make a cache for `target`, which is not open, that holds the first `tokens` (1 to `kv_tokens(source)`) of
+        `source`, which stays as it is. Exact, or `rollback_unsupported`; `target` is then not open, or empty."""
+
     def close(self, slot: int) -> None:
         """Free the cache of `slot`; closing what is not open is nothing."""
 
@@ -125,9 +131,21 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a slot begins with: the first `tokens` of the kept slot `source`, which stays kept; where `source` is the
+    slot itself, it is taken over, and what it held above is dropped."""
+
+    source: int
+    tokens: int
+    ids: bytes
+    """Token ids of these, I32 little-endian; the tail's sampler wants them, other Shards may get none."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotSpec:
     """What the engine must know to open a slot. `sampling` is None on Shards that are not the tail."""
 
     prompt_tokens: int
     max_tokens: int
     sampling: Sampling | None = None
+    reuse: Reuse | None = None

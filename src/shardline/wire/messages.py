@@ -44,12 +44,15 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Hot KV State of a Node, in tokens. `used` is read from the engine's caches, not from a ledger."""
+    """Hot KV State of a Node, in tokens; `reserved` and `cached` together are never more than `capacity`."""
 
     capacity_tokens: int = 0
     used_tokens: int = 0
+    """In the caches of open sessions: what the engine reports of all its caches, less `cached`."""
     reserved_tokens: int = 0
+    """Promised to open sessions."""
     cached_tokens: int = 0
+    """Kept of sessions that have ended, for prompts that begin alike; gives way to any session."""
     sessions: int = 0
 
 
@@ -341,6 +344,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_ids: list[int] = []
 
 
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """How a prompt begins, as wire/prefix.py digests it. Sent: this session may begin with what was kept of others of
+    the same salt, and may be kept in turn."""
+
+    salt: bytes
+    """16 bytes, of the API key: what one key left behind is found by no other."""
+    digests: bytes
+    """16 bytes for each whole block of the prompt, at most 2,048."""
+
+
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/sessions`. Only the tail reads `sampling`; no field names a URL."""
 
@@ -352,14 +365,22 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     layout_in: str
     layout_out: str
+    prefix: Prefix | None = None
+    """Null: nothing is reused, and nothing kept."""
 
 
 # One JSON object a line on the open response of `POST /v1/sessions`.
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened", tag_field="event"):
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened", tag_field="event", omit_defaults=True):
     node: str
     kv_reserved: int
+    reusable_tokens: int | None = None
+    """The cache of this session begins with so many tokens of its prompt: whole blocks, less than the prompt. The first
+    step may begin there, or below it with the rollback flag. Null: the Node was not asked, or does not know of it."""
+    unused: Literal["off", "engine", "lost"] | None = None
+    """Why it cannot be more than 0: the operator said so, its engine cannot go back, or what was kept was lost just
+    then."""
 
 
 class HopTimes(msgspec.Struct, frozen=True, kw_only=True):

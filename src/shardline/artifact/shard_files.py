@@ -193,8 +193,9 @@ def _copied(source: int, target: int, piece: Copy, position: int) -> Iterator[in
     """Copy the piece to `position`; yields the bytes done after each chunk."""
     done, in_kernel = 0, hasattr(os, "copy_file_range")
     while done < piece.nbytes:
-        # From the first chunk on, all begin on a page of the source: blocks can be shared only as a whole.
-        size = min(CHUNK - (piece.offset + done) % PAGE, piece.nbytes - done)
+        # Up to the next page of the source first: blocks can be shared only as a whole.
+        inside = (piece.offset + done) % PAGE
+        size = min(PAGE - inside if inside else CHUNK, piece.nbytes - done)
         copied = 0
         if in_kernel:
             try:

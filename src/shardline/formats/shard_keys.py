@@ -41,6 +41,7 @@ PER_LAYER = (
 PER_LAYER_PLAIN = ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps")
 
 _DROPPED = ("nextn_predict_layers", "deepstack_mapping", "vocab_size")
+_LARGEST_FLOAT32 = 3.4028234e38
 _SIGMOID, _SOFTMAX = 2, 1
 _SIGMOID_LAYERS, _SIGMOID_VOCABULARY = (47, 48), 154_880
 """What llama.cpp takes for a GLM by its size, and gives sigmoid gates if the file does not say which."""
@@ -60,7 +61,11 @@ def input_scale(header: GGUFHeader, cuts: Cuts, rules: LlamaRules, first: int) -
     """How rows are scaled on their way into the part that begins with layer `first`."""
     root = _float32(math.sqrt(cuts.shape.hidden_size))
     if rules.embedding == "key":
-        scale = ArchitectureKeys(header, cuts.shape).number("embedding_scale", rules.embedding_default or 0.0)
+        keys = ArchitectureKeys(header, cuts.shape)
+        scale = keys.number("embedding_scale", rules.embedding_default or 0.0)
+        if abs(scale) > _LARGEST_FLOAT32:
+            name = keys.name("embedding_scale")
+            raise ShardlineError("model_file_invalid", f"key {name} is {scale}, too large", reason="damaged")
         return InputScale(embedding=_float32(scale) or 1.0)
     if rules.embedding == "sqrt_width":
         return InputScale(embedding=root)

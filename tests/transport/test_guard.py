@@ -302,7 +302,8 @@ async def test_a_client_that_has_just_connected_does_not_make_way() -> None:
         await until(lambda: server.connections == 15)
         async with raw(server) as (reader, writer):
             await until(lambda: server.connections == 16)
-            async with raw(server) as (refused, _):
+            async with raw(server) as (refused, late):
+                late.write(POST + b"content-length: 0\r\n\r\n")
                 answer = await refused.read()
                 assert (status_of(answer), error_in(answer)) == (503, "too_many_connections")
             writer.write(POST + b"content-length: 0\r\n\r\n")
@@ -315,7 +316,7 @@ async def test_a_client_that_has_just_connected_does_not_make_way() -> None:
 
 def test_connections_leave_files_for_what_their_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (1024, 1024))
-    assert GuardLimits(10, 1000).connections == (1024 - SPARE_FILES) // 3
+    assert GuardLimits(10, 1000).connections == (1024 - SPARE_FILES) // 4
     monkeypatch.setattr("resource.getrlimit", lambda which: (65536, 65536))
     assert GuardLimits(10, 1000).connections == CONNECTIONS
 
@@ -331,8 +332,14 @@ async def test_when_all_connections_work_the_next_is_refused_and_they_are_served
         busy = [group.create_task(client.request("POST", server.url, timeout_s=5, limit="x")) for _ in range(16)]
         await until(lambda: server.connections == 16)
         await asyncio.sleep(0.02)
-        answer = await say(server, POST + b"content-length: 0\r\n\r\n")
-        assert not answer or (status_of(answer), error_in(answer)) == (503, "too_many_connections")
+        for size in (0, 900):
+            answer = await say(server, POST + b"content-length: %d\r\n\r\n" % size + bytes(size))
+            assert (status_of(answer), error_in(answer)) == (503, "too_many_connections")
+        silent = [await asyncio.open_connection(server.host, server.port) for _ in range(40)]
+        await until(lambda: server.connections <= 2 * 16)
+        for _, writer in silent:
+            writer.close()
+        await until(lambda: server.connections == 16)
         go.set()
         for task in busy:
             assert (await task).status == 200

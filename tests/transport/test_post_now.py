@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-from shardline.settings import Settings
 from shardline.transport.failures import BeforeResponse, BrokenResponse, HttpFailure, TimedOut
 from shardline.transport.http_client import HttpClient, Response
-from tests.transport.loopback import Peer, Wire, scripted
+from tests.transport.loopback import Peer, Wire, client_of, scripted
 
 OK = b"HTTP/1.1 202 Accepted\r\ncontent-length: 2\r\n\r\nok"
 Outcome = Response | HttpFailure
-
-
-@asynccontextmanager
-async def client() -> AsyncIterator[HttpClient]:
-    made = HttpClient(Settings())
-    try:
-        yield made
-    finally:
-        await made.aclose()
 
 
 async def warm(http: HttpClient, peer: Peer) -> None:
@@ -41,9 +29,17 @@ async def answering(wire: Wire) -> None:
         wire.send(OK)
 
 
+async def silent(wire: Wire) -> None:
+    """Answers the first request of a connection, and no other."""
+    await wire.request()
+    wire.send(OK)
+    await wire.request()
+    await asyncio.sleep(30)
+
+
 async def test_without_an_idle_connection_nothing_is_sent() -> None:
     heard: asyncio.Queue[Outcome] = asyncio.Queue()
-    async with scripted(answering) as peer, client() as http:
+    async with scripted(answering) as peer, client_of() as http:
         assert not post(http, peer, heard)
         await warm(http, peer)
         for _ in range(3):
@@ -66,7 +62,7 @@ async def test_a_connection_that_breaks_says_when() -> None:
             wire.send(OK[:-1])
         wire.reset()
 
-    async with scripted(breaking) as peer, client() as http:
+    async with scripted(breaking) as peer, client_of() as http:
         await warm(http, peer)
         assert post(http, peer, heard)
         assert isinstance(await heard.get(), BeforeResponse)
@@ -78,13 +74,7 @@ async def test_a_connection_that_breaks_says_when() -> None:
 async def test_a_silent_peer_is_given_up_and_its_connection_too() -> None:
     heard: asyncio.Queue[Outcome] = asyncio.Queue()
 
-    async def silent(wire: Wire) -> None:
-        await wire.request()
-        wire.send(OK)
-        await wire.request()
-        await asyncio.sleep(30)
-
-    async with scripted(silent) as peer, client() as http:
+    async with scripted(silent) as peer, client_of() as http:
         await warm(http, peer)
         assert post(http, peer, heard, timeout_s=0.1)
         async with asyncio.timeout(5):
@@ -97,13 +87,7 @@ async def test_a_silent_peer_is_given_up_and_its_connection_too() -> None:
 async def test_closing_the_client_ends_what_is_under_way() -> None:
     heard: asyncio.Queue[Outcome] = asyncio.Queue()
 
-    async def silent(wire: Wire) -> None:
-        await wire.request()
-        wire.send(OK)
-        await wire.request()
-        await asyncio.sleep(30)
-
-    async with scripted(silent) as peer, client() as http:
+    async with scripted(silent) as peer, client_of() as http:
         await warm(http, peer)
         assert post(http, peer, heard)
         await http.aclose()

@@ -57,12 +57,12 @@ _CODES_OF_NODES = _CODES_OF_SEAMS | {
     "gateway_lost",
     "kv_exhausted",
     "queue_overflow",
-    "resources_exhausted",
     "rollback_unsupported",
     "shard_unready",
 }
 """What a Node may say of itself to a client. Everything else it says is told as a refusal, with its code beside it."""
 _CODES_OF_CHANGE = frozenset({"ticket_invalid", "ticket_used"})
+_CODES_OF_FULL = frozenset({"resources_exhausted", "too_many_connections"})
 _DETAILS_OF_NODES = ("limit", "wanted", "free", "capacity", "retry_after", "reject")
 _BLAMED_NODE = frozenset({"node_lost", "engine_lost", "numerical_error"})
 log = structlog.get_logger(__name__)
@@ -293,6 +293,10 @@ class RouteSession:
             # Another Node, or another Tracker, than the one of the ticket: the next route knows.
             details["reject"] = code
             code = "shard_unready"
+        elif code in _CODES_OF_FULL:
+            # Before the session is open it may wait for its turn, as for any other want of room.
+            details["reject"] = code
+            code = "resources_exhausted" if line.opened else "capacity"
         elif code not in _CODES_OF_NODES:
             details["reject"] = code
             code = fallback

@@ -30,6 +30,8 @@ _HARMLESS = frozenset({"duplicate", "session_gone"})
 
 
 _TOLD_AS_THEY_ARE = frozenset({"numerical_error", "seam_gap", "rollback_unsupported", "queue_overflow"})
+_FULL = frozenset({"resources_exhausted", "too_many_connections"})
+"""The next hop is there, and says that it has no place for a connection or a body: no fault of the link."""
 log = structlog.get_logger(__name__)
 
 
@@ -195,8 +197,8 @@ class Outbox:
         details = {"from": self._node_id, "to": peer.node}
         if isinstance(error, OwnLack):
             return error.error()
-        if isinstance(error, ShardlineError) and error.code == "resources_exhausted":
-            return ShardlineError(error.code, f"{peer.node} did not take a step: {error.message}")
+        if isinstance(error, ShardlineError) and error.code in _FULL:
+            return ShardlineError("resources_exhausted", f"{peer.node} did not take a step: {error.message}")
         if isinstance(error, ShardlineError) and error.fault.status < 500:
             # It was heard, and refused as a whole: the link is well, what crosses it is not.
             message = f"{peer.node} refused a step document of {self._node_id}: {error.message}"

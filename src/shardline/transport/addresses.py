@@ -13,10 +13,12 @@ import re
 import socket
 from typing import NamedTuple
 
+import psutil
+
 from shardline.errors import ShardlineError
 
 _URL = re.compile(
-    r"(https?)://(?:\[([0-9A-Fa-f:.]+(?:%(?:25)?[0-9A-Za-z_.~-]+)?)\]|([0-9A-Za-z_.-]+))(?::([0-9]{1,5}))?"
+    r"(https?)://(?:([0-9A-Za-z_-]{1,64})@)?(?:\[([0-9A-Fa-f:.]+(?:%(?:25)?[0-9A-Za-z_.~-]+)?)\]|([0-9A-Za-z_.-]+))(?::([0-9]{1,5}))?"
     r"(/[!$%&'()*+,./0-9:;=@A-Z_a-z~-]*)?(\?[!$%&'()*+,./0-9:;=?@A-Z\[\]_a-z|~-]*)?"
 )
 _METADATA = frozenset(
@@ -35,11 +37,13 @@ class Url(NamedTuple):
     host: str
     port: int
     target: str
+    party: str | None = None
+    """Whose certificate must answer there: stands before an `@` in https URLs inside a cluster, and is never sent."""
 
 
-def make_url(scheme: str, host: str, port: int, path: str = "") -> str:
+def make_url(scheme: str, host: str, port: int, path: str = "", *, party: str | None = None) -> str:
     """The URL of `path` at `host`: brackets around IPv6, `%25` before a zone id (RFC 6874)."""
-    return f"{scheme}://{host_port(host, port)}{path}"
+    return f"{scheme}://{party + '@' if party else ''}{host_port(host, port)}{path}"
 
 
 def host_port(host: str, port: int) -> str:
@@ -55,12 +59,76 @@ def split_url(url: str) -> Url:
     match = _URL.fullmatch(url)
     if match is None:
         raise ShardlineError("invalid_value", f"not an http URL: {url[:200]!r}")
-    scheme, v6, name, port, path, query = match.groups()
+    scheme, party, v6, name, port, path, query = match.groups()
+    if party is not None and scheme != "https":
+        raise ShardlineError("invalid_value", "only an https URL can name who must answer")
     number = int(port) if port else (443 if scheme == "https" else 80)
     if not 0 < number < 65536:
         raise ShardlineError("invalid_value", f"not a port: {number}")
     host = name if v6 is None else v6.replace("%25", "%")
-    return Url(scheme, host, number, (path or "/") + (query or ""))
+    return Url(scheme, host, number, (path or "/") + (query or ""), party)
+
+
+def advertised_url(given: str | None, scheme: str, host: str, port: int) -> str:
+    """The URL that others are told: `given` as a URL, or as `host[:port]`; else that of the bound `host` and `port`.
+
+    Raises `setting_invalid` for a URL of another scheme than this process speaks.
+    """
+    if given is None:
+        return make_url(scheme, host, port)
+    text = given.rstrip("/")
+    if "://" not in text:
+        bare = parse_address(text)
+        text = make_url(scheme, text.strip("[]"), port) if bare is not None else f"{scheme}://{text}"
+        if bare is None and not text.rpartition(":")[2].isdigit():
+            text = f"{text}:{port}"
+    try:
+        parts = split_url(text)
+    except ShardlineError as error:
+        raise ShardlineError("setting_invalid", f"--advertise: {error.message}", param="advertise") from None
+    if parts.scheme != scheme or parts.target != "/" or parts.party is not None:
+        why = f"--advertise {given}: this process is reached by {scheme}, at a host and a port"
+        raise ShardlineError("setting_invalid", why, param="advertise")
+    return make_url(scheme, parts.host, parts.port)
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine that a connection to `host` would come from. Nothing is sent.
+
+    Raises `setting_invalid` where there is no way to it.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(address)
+            return str(sock.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        raise ShardlineError("setting_invalid", f"there is no way from this machine to {host}: {error}") from None
+
+
+def reachable_address(bound: str) -> str:
+    """An address by which other machines reach what listens on `bound`: itself, or of an unspecified one the address
+    that this machine goes out by, else the first of its others; loopback where it has none."""
+    address = parse_address(bound)
+    if address is None or not address.is_unspecified:
+        return bound
+    # Documentation addresses (RFC 5737, RFC 3849): connecting a datagram socket only looks at the routes.
+    towards = ("192.0.2.1", "2001:db8::1") if address.version == 4 or bound == "::" else ("2001:db8::1",)
+    for host in towards:
+        try:
+            return address_towards(host, 9)
+        except ShardlineError:
+            continue
+    own = [item.address.partition("%")[0] for items in psutil.net_if_addrs().values() for item in items]
+    usable = [host for host in own if _is_for_others(host)]
+    usable.sort(key=lambda host: ":" in host)
+    return usable[0] if usable else "127.0.0.1"
+
+
+def _is_for_others(host: str) -> bool:
+    address = parse_address(host)
+    return address is not None and not (address.is_loopback or address.is_link_local or address.is_multicast)
 
 
 def parse_address(host: str) -> Address | None:

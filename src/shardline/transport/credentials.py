@@ -1,4 +1,4 @@
-"""Secrets on disk: the cluster credential and a Node's identity key.
+"""Secrets on disk: the cluster credential, a Node's identity key, the keys of a cluster.
 
 Owns their files: made once, atomically, readable by their owner alone. It does not decide where they lie (the caller
 does) and never writes a secret anywhere else. Shown by tests/transport/test_credentials.py.
@@ -49,6 +49,33 @@ def checked_credential(text: str, source: str) -> str:
     return text
 
 
+def made_secret(path: Path, content: Callable[[], bytes]) -> bytes:
+    """What stands in the secret file `path`; whoever comes first makes it. Raises `setting_invalid`."""
+    return _read_or_make(path, content)
+
+
+def kept_secret(path: Path) -> bytes | None:
+    """What stands in the secret file `path`, None where there is none. Raises `setting_invalid`."""
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        return None
+
+
+def keep_secret(path: Path, content: bytes) -> None:
+    """Write `content` to `path`, whole or not at all, in the place of what was there. Raises `setting_invalid`."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = _written_beside(path, content)
+        try:
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise _refused(path, f"it cannot be written ({error.strerror})") from None
+
+
 def identity_key(path: Path | None) -> Ed25519PrivateKey:
     """The Ed25519 key in the PEM file `path`, made if there is none; None: a key for this run only.
 
@@ -78,12 +105,8 @@ def _read_or_make(path: Path, content: Callable[[], bytes]) -> bytes:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The file appears under its name whole or not at all, and never over another's: of two processes that start
         # at the same moment, one wins, and both read what it wrote.
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        name = _written_beside(path, content())
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content())
-                file.flush()
-                os.fsync(file.fileno())
             os.link(name, path)
         except FileExistsError:
             pass
@@ -92,6 +115,20 @@ def _read_or_make(path: Path, content: Callable[[], bytes]) -> bytes:
     except OSError as error:
         raise _refused(path, f"it cannot be made ({error.strerror})") from None
     return _read(path)
+
+
+def _written_beside(path: Path, content: bytes) -> str:
+    """A new file with `content` in the folder of `path`, on the disk, for its owner alone; its name."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        os.unlink(name)
+        raise
+    return name
 
 
 def _read(path: Path) -> bytes:

@@ -28,15 +28,18 @@ from shardline.transport.body_room import SMALL_BYTES, BodyRoom, Place
 from shardline.transport.boundary import error_bytes, error_headers
 from shardline.transport.crowd import Crowd
 from shardline.transport.direct import DirectLane, accepted, content_length, refused
+from shardline.transport.tls import party_at
 
 HEADER_COUNT = 100
 CONNECTIONS = 4096
 SPARE_FILES = 128
 """File descriptors of the process that connections leave to files, workers and pipes; …"""
-FILES_PER_CONNECTION = 3
-"""… and of the rest, so many are kept for each: itself, and the connections to others that its request may need."""
+FILES_PER_CONNECTION = 4
+"""… and of the rest, so many are kept for each: itself, one that finds no place, and two to others for its request."""
 CLIENT = "shardline.client_side"
 """Where the `ClientSide` of a request stands in `scope["state"]`."""
+PARTIES = "shardline.parties"
+"""There, over HTTPS: the parties that the caller's certificate names; none for a caller without one."""
 PIPELINE = 8
 """Requests that a client may send ahead of the answers."""
 LINGER_BYTES = 24 << 20
@@ -87,6 +90,8 @@ class GuardLimits:
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last connection goes."""
     waiting: Crowd[GuardedProtocol] = field(default_factory=Crowd)
+    leaving: set[GuardedProtocol] = field(default_factory=set)
+    """Connections that found no place, and are there for a moment to hear it; at most as many as have one."""
     direct: DirectLane | None = None
     room: BodyRoom = field(default_factory=lambda: BodyRoom(Settings().body_memory_bytes))
 
@@ -122,6 +127,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._lingered = 0
         self._refused: ShardlineError | None = None
+        self._turned_away: ShardlineError | None = None
+        """Why there is no place, until it was said."""
         self._direct: DirectLane | None = None
         """Set from the head of a direct request to its answer."""
         self._direct_body: list[bytes] = []
@@ -133,11 +140,13 @@ class GuardedProtocol(HttpToolsProtocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self.scheme == "https":
+            self.app_state[PARTIES] = party_at(transport)
         limits = self.limits
-        if len(self.connections) > limits.connections:
+        if len(self.connections) - len(limits.leaving) > limits.connections:
             slowest = limits.waiting.pick(self.loop.time())
             if slowest is None:
-                self.refuse(self._too_many())
+                self._turn_away()
                 return
             slowest.make_way()
         self._wait_for_client()
@@ -145,6 +154,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.waiting.works(self)
+        self.limits.leaving.discard(self)
         self._free_direct()
         self._cancel_timers()
         self._unset_keepalive_if_required()
@@ -155,6 +165,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if self._refused is not None or self.parser is None:
+            if self._turned_away is not None:
+                self._tell_turned_away(self._turned_away)
             return
         counted = not self._in_body
         self.heard += len(data)
@@ -358,12 +370,32 @@ class GuardedProtocol(HttpToolsProtocol):
         self._cancel_timers()
         cycle = self.cycle
         if not self.transport.is_closing() and (cycle is None or cycle.response_complete or not cycle.response_started):
-            body = error_bytes(error)
-            lines = [STATUS_LINE[error.fault.status], b"content-type: application/json\r\n", b"connection: close\r\n"]
-            lines += [b"%s: %s\r\n" % pair for pair in error_headers(error)]
-            lines += [b"content-length: %d\r\n\r\n" % len(body), body]
-            self.transport.write(b"".join(lines))
+            self._write(error)
         self.transport.close()
+
+    def _turn_away(self) -> None:
+        """There is no place. It is said when the request comes: a connection that is closed before could lose the
+        answer, and a client would take a full server for a dead one."""
+        limits = self.limits
+        if len(limits.leaving) >= limits.connections:
+            self.refuse(self._too_many())
+            return
+        limits.leaving.add(self)
+        self._refused = self._turned_away = self._too_many()
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _tell_turned_away(self, error: ShardlineError) -> None:
+        self._turned_away = None
+        self._write(error)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _write(self, error: ShardlineError) -> None:
+        body = error_bytes(error)
+        lines = [STATUS_LINE[error.fault.status], b"content-type: application/json\r\n", b"connection: close\r\n"]
+        lines += [b"%s: %s\r\n" % pair for pair in error_headers(error)]
+        lines += [b"content-length: %d\r\n\r\n" % len(body), body]
+        self.transport.write(b"".join(lines))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

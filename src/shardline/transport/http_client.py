@@ -34,6 +34,7 @@ from shardline.transport.failures import (
 )
 from shardline.transport.lines import LineStream
 from shardline.transport.pool import Origin, Pool
+from shardline.transport.tls import ClusterTls
 
 __all__ = [
     "BeforeResponse",
@@ -140,8 +141,9 @@ class _CallBack(_Whole):
 class HttpClient:
     """One per process and plane. Close it with `aclose()`; every method raises `HttpFailure` for the wire's faults.
 
-    `tls` is the context for https URLs; without one, an https URL is verified against the system's roots. `part`:
-    what this process is, for the error that says what it lacks.
+    `tls` is the context for https URLs; without one, an https URL is verified against the system's roots. With the
+    keys of a cluster (`ClusterTls`) a URL names the party that must answer (`https://PARTY@HOST:PORT`), and nobody else
+    is called. `part`: what this process is, for the error that says what it lacks.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class HttpClient:
         settings: Settings,
         *,
         credential: str | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: ssl.SSLContext | ClusterTls | None = None,
         part: str = "this process",
     ) -> None:
         self._settings = settings

@@ -29,6 +29,7 @@ from shardline.transport.body_room import BodyRoom
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, error_bytes, has_credential
 from shardline.transport.direct import DirectLane
 from shardline.transport.guard import CLIENT, CONNECTIONS, GuardedProtocol, GuardLimits, WholeRequest
+from shardline.transport.tls import SHUTDOWN_S
 
 __all__ = [
     "ClientLeft",
@@ -199,6 +200,7 @@ class HttpServer:
             backlog=BACKLOG,
             ssl=self._tls,
             ssl_handshake_timeout=None if self._tls is None else self._settings.header_s,
+            ssl_shutdown_timeout=None if self._tls is None else SHUTDOWN_S,
         )
 
     async def stop(self, limit_s: float | None = None) -> None:

@@ -15,7 +15,8 @@ import structlog
 from shardline.settings import Settings
 from shardline.transport.addresses import Url, host_port
 from shardline.transport.connection import Connection
-from shardline.transport.failures import BrokenResponse, ConnectFailed, OwnLack, lack
+from shardline.transport.failures import BrokenResponse, ConnectFailed, NotOurPeer, OwnLack, lack
+from shardline.transport.tls import SHUTDOWN_S, ClusterTls, is_party, party_at, reason
 
 _CLOSE_S = 2.0
 
@@ -23,12 +24,20 @@ log = structlog.get_logger(__name__)
 
 
 class Origin:
-    """One (scheme, host, port, checked address): where its connections go, and those that wait for work."""
+    """One (scheme, party, host, port, checked address): where its connections go, and those that wait for work."""
 
-    __slots__ = ("authority", "dial", "host", "idle", "open", "peer", "retired", "tls")
+    __slots__ = ("authority", "dial", "host", "idle", "open", "party", "peer", "retired", "tls")
 
-    def __init__(self, host: str, port: int, address: tuple[str, int] | None, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        address: tuple[str, int] | None,
+        tls: ssl.SSLContext | None,
+        party: str | None,
+    ) -> None:
         self.host = host
+        self.party = party
         self.peer = host_port(host, port)
         self.authority = host_port(host.partition("%")[0], port)
         self.dial = address or (host, port)
@@ -42,13 +51,16 @@ class Origin:
 
 
 class Pool:
-    """All connections of one client. `part` is the process in words, for what it lacks."""
+    """All connections of one client. `part` is the process in words, for what it lacks.
 
-    def __init__(self, settings: Settings, *, part: str, tls: ssl.SSLContext | None) -> None:
+    With `ClusterTls` it connects to parties of the cluster only: https, and a URL that says which party must answer.
+    """
+
+    def __init__(self, settings: Settings, *, part: str, tls: ssl.SSLContext | ClusterTls | None) -> None:
         self._settings = settings
         self._part = part
         self._tls = tls
-        self._origins: dict[tuple[str, str, int, tuple[str, int] | None], Origin] = {}
+        self._origins: dict[tuple[str, str | None, str, int, tuple[str, int] | None], Origin] = {}
         self._open: set[Connection] = set()
         self._closed = False
         self._all_gone: asyncio.Event | None = None
@@ -60,12 +72,24 @@ class Pool:
 
     def origin(self, url: Url, address: tuple[str, int] | None) -> Origin:
         """Where `url` is served; `address` is dialled instead of its host."""
-        key = (url.scheme, url.host, url.port, address)
+        key = (url.scheme, url.party, url.host, url.port, address)
         origin = self._origins.get(key)
         if origin is None:
-            tls = (self._tls or ssl.create_default_context()) if url.scheme == "https" else None
-            origin = self._origins[key] = Origin(url.host, url.port, address, tls)
+            tls = self._context() if url.scheme == "https" else None
+            origin = self._origins[key] = Origin(url.host, url.port, address, tls, url.party)
         return origin
+
+    def _context(self) -> ssl.SSLContext:
+        if isinstance(self._tls, ClusterTls):
+            return self._tls.client
+        return self._tls or ssl.create_default_context()
+
+    def _check_origin(self, origin: Origin) -> None:
+        """Before anybody is dialled: a cluster with keys speaks to parties it can check, one without to no other."""
+        if isinstance(self._tls, ClusterTls) and origin.party is None:
+            raise NotOurPeer(origin.peer, "nobody said which party of the cluster answers there over https")
+        if origin.party is not None and not isinstance(self._tls, ClusterTls):
+            raise NotOurPeer(origin.peer, f"it is {origin.party} of a cluster with keys, and this process has none")
 
     def take(self, origin: Origin) -> Connection | None:
         """The idle connection that was used last; None if there is no fresh enough one."""
@@ -83,24 +107,31 @@ class Pool:
         seconds = max(0.0, min(self._settings.connect_s, due - loop.time()))
         host, port = origin.dial
         done, gone = partial(self._done, origin), partial(self._gone, origin)
+        self._check_origin(origin)
         if self._closed:
             raise ConnectFailed(origin.peer, "the client is closed")
         origin.open += 1
         try:
             async with asyncio.timeout(seconds):
-                _, connection = await loop.create_connection(
+                transport, connection = await loop.create_connection(
                     lambda: Connection(origin.peer, self._settings.header_bytes, done, gone),
                     host,
                     port,
                     ssl=origin.tls,
                     server_hostname=None if origin.tls is None else origin.host,
+                    ssl_shutdown_timeout=None if origin.tls is None else SHUTDOWN_S,
                 )
         except TimeoutError:
             raise ConnectFailed(origin.peer, f"no connection within the limit connect ({seconds:.3g} s)") from None
+        except ssl.SSLError as error:
+            raise NotOurPeer(origin.peer, reason(error)) from None
         except (OSError, UnicodeError) as error:
             raise self._not_connected(origin, error) from None
         finally:
             origin.open -= 1
+        if origin.party is not None and not is_party(party_at(transport), origin.party):
+            connection.abort()
+            raise NotOurPeer(origin.peer, f"another party of the cluster answers there, not {origin.party}")
         # Counted here and not when the socket is made: a loop need not tell the end of a connection whose making was
         # cancelled.
         if connection.lost:

@@ -14,11 +14,15 @@ from urllib.parse import quote
 import msgspec
 
 from shardline.errors import ShardlineError
-from shardline.transport.addresses import split_url
+from shardline.transport.addresses import make_url, split_url
+from shardline.transport.authority import TRACKER
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
 from shardline.wire.messages import (
+    AuthorityAnswer,
     HeartbeatAnswer,
+    JoinAnswer,
+    JoinRequest,
     ModelList,
     Outcome,
     PlacementAnswer,
@@ -37,16 +41,21 @@ EXPLAIN_BYTES = 16 << 20
 
 
 class TrackerClient:
-    """One Tracker at `url`. Every method raises `tracker_unreachable`, or the error that the Tracker answered."""
+    """One Tracker at `url`. Every method raises `tracker_unreachable`, or the error that the Tracker answered.
 
-    def __init__(self, client: HttpClient, url: str) -> None:
-        split_url(url)
+    `unproved`: over https, whoever answers will do; for the one question whose answer is proved otherwise.
+    """
+
+    def __init__(self, client: HttpClient, url: str, *, unproved: bool = False) -> None:
+        parts = split_url(url)
         self._client = client
         self._url = url.rstrip("/")
+        if parts.scheme == "https" and parts.party is None and not unproved:
+            self._url = make_url(parts.scheme, parts.host, parts.port, parts.target.rstrip("/"), party=TRACKER)
 
     @property
     def url(self) -> str:
-        return self._url
+        return self._url.replace(f"{TRACKER}@", "", 1)
 
     # Node
 
@@ -67,6 +76,13 @@ class TrackerClient:
 
     async def placement(self, request: PlacementRequest) -> PlacementAnswer:
         return await self._call("POST", "/v1/placement", PlacementAnswer, request)
+
+    async def authority(self) -> AuthorityAnswer:
+        """The certificate of the cluster's authority, to be compared with a pin."""
+        return await self._call("GET", "/v1/cluster/ca", AuthorityAnswer)
+
+    async def join(self, request: JoinRequest) -> JoinAnswer:
+        return await self._call("POST", "/v1/join", JoinAnswer, request)
 
     # Gateway
 
@@ -110,7 +126,7 @@ class TrackerClient:
             raise failure.error() from None
         except HttpFailure as failure:
             raise ShardlineError(
-                "tracker_unreachable", f"the Tracker at {self._url} did not answer: {failure.why}", tracker=self._url
+                "tracker_unreachable", f"the Tracker at {self.url} did not answer: {failure.why}", tracker=self.url
             ) from failure
 
 

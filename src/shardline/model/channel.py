@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from shardline.errors import CATALOGUE, ShardlineError
-from shardline.model.backend import ShardDescription, ShardSpec
+from shardline.model.backend import Reuse, ShardDescription, ShardSpec
 from shardline.wire.messages import Sampling, StepTimes
 from shardline.wire.steps import SeamLayout
 
@@ -63,6 +63,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
     prompt_tokens: int
     max_tokens: int
     sampling: Sampling | None
+    reuse: Reuse | None = None
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -96,7 +97,12 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """End the process; answered by the end of the stream."""
 
 
-Request = Load | Open | Close | Rollback | Batch | Test | Stop
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    slot: int
+    tokens: int
+
+
+Request = Load | Open | Keep | Close | Rollback | Batch | Test | Stop
 
 # Worker -> Node.
 
@@ -107,7 +113,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An open, close or rollback is done."""
+    """An open, keep, close or rollback is done."""
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -57,7 +57,12 @@ class Engine(Protocol):
         """Load the Shard. Raises what loading raised, or `engine_lost`; a first start is not repeated."""
 
     async def open(self, slot: int, spec: SlotSpec) -> None:
-        """Make an empty cache. A caller that gives up waiting closes the slot: calls keep their order."""
+        """Make a cache: empty, or as `spec.reuse` says. A caller that gives up waiting closes the slot: calls keep
+        their order. Where it raises, the slot is not open."""
+
+    async def keep(self, slot: int, tokens: int) -> None:
+        """The session of `slot` has ended: hold on to its first `tokens` for others to begin with (`Reuse`), until the
+        slot is closed. Where it raises, the caller closes the slot."""
 
     async def close(self, slot: int) -> None:
         """Free a slot, behind the running batch. Nothing to do where the engine is down."""
@@ -194,6 +199,9 @@ class InlineEngine:
             if error.code == "engine_lost":
                 self._lose(error)
             raise
+
+    async def keep(self, slot: int, tokens: int) -> None:
+        self._up().keep(slot, tokens)
 
     async def close(self, slot: int) -> None:
         if self._generator is not None:

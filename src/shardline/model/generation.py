@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shardline.errors import ShardlineError
-from shardline.model.backend import Backend, BackendEntry, BackendOutput, Buffer, ShardDescription, SlotSpec
+from shardline.model.backend import Backend, BackendEntry, BackendOutput, Buffer, Reuse, ShardDescription, SlotSpec
 from shardline.model.sampling import Sampler
 from shardline.wire.messages import Sampling, TextBundle
 
@@ -44,7 +44,7 @@ class StepResult:
 
 
 class _Slot:
-    __slots__ = ("expected", "kv_tokens", "sampler", "spec")
+    __slots__ = ("expected", "kept", "kv_tokens", "sampler", "spec")
 
     def __init__(self, spec: SlotSpec, sampler: Sampler | None) -> None:
         self.spec = spec
@@ -53,6 +53,8 @@ class _Slot:
         """As last read from the backend."""
         self.expected: int | None = None
         """The token sampled last: it must come round as the next row."""
+        self.kept = False
+        """Its session has ended: nothing is computed here, others begin with what it holds."""
 
 
 class Generator:
@@ -77,30 +79,65 @@ class Generator:
         return len(self._slots)
 
     def open(self, slot: int, spec: SlotSpec) -> None:
-        """Make an empty cache, and on the tail a sampler. Raises what either raises; nothing stays open then."""
-        if slot in self._slots:
+        """Make a cache, and on the tail a sampler: empty, or as `spec.reuse` says. Raises what either raises; `slot` is
+        not open then."""
+        reuse = spec.reuse
+        if slot in self._slots and (reuse is None or reuse.source != slot):
             raise ShardlineError("engine_error", f"slot {slot} is open already")
-        sampler = None
-        if self.description.is_tail:
-            sampler = Sampler(
-                spec.sampling if spec.sampling is not None else Sampling(),
-                vocab_size=self.description.vocab_size,
-                prompt_tokens=spec.prompt_tokens,
-                end_ids=self._end_ids,
-            )
         try:
-            self.backend.open(slot)
+            sampler = self._sampler(spec)
+            if reuse is None:
+                self.backend.open(slot)
+            else:
+                self._fork(slot, reuse, sampler)
         except Exception as error:
-            self.backend.close(slot)
+            self.close(slot)
             raise fault_of(error) from error
-        self._slots[slot] = _Slot(spec, sampler)
+        before = self._slots.get(slot)
+        held = self._slots[slot] = _Slot(spec, sampler)
+        if reuse is not None:
+            held.kv_tokens = before.kv_tokens if before is not None else 0
+            self._read_kv(slot, held)
+
+    def _sampler(self, spec: SlotSpec) -> Sampler | None:
+        if not self.description.is_tail:
+            return None
+        return Sampler(
+            spec.sampling if spec.sampling is not None else Sampling(),
+            vocab_size=self.description.vocab_size,
+            prompt_tokens=spec.prompt_tokens,
+            end_ids=self._end_ids,
+        )
+
+    def _fork(self, slot: int, reuse: Reuse, sampler: Sampler | None) -> None:
+        """Begin with what a kept slot holds; the sampler observes the tokens that are not computed again."""
+        source = self._slots.get(reuse.source)
+        if source is None or not source.kept or not 0 < reuse.tokens <= source.kv_tokens:
+            raise ShardlineError("session_gone", f"slot {reuse.source} is not kept with {reuse.tokens} tokens")
+        if sampler is not None:
+            ids = np.frombuffer(reuse.ids, dtype=_I32)
+            if len(ids) != reuse.tokens:
+                raise ShardlineError("engine_error", f"{len(ids)} token ids for {reuse.tokens} that are reused")
+            sampler.observe(ids)
+        if reuse.source == slot:
+            self.backend.rollback(slot, reuse.tokens)
+        else:
+            self.backend.fork(reuse.source, slot, reuse.tokens)
+
+    def keep(self, slot: int, tokens: int) -> None:
+        """The session of `slot` has ended: hold on to its first `tokens` for `Reuse`, and to nothing else of it.
+        Raises what a rollback raises; the caller then closes the slot."""
+        held = self._held(slot)
+        held.sampler = None
+        self.rollback(slot, tokens)
+        held.kept = True
 
     def close(self, slot: int) -> None:
         """Free the slot; closing what is not open is nothing."""
-        self.backend.close(slot)
         held = self._slots.pop(slot, None)
         if held is not None:
             self.kv_tokens -= held.kv_tokens
+        self.backend.close(slot)
 
     def rollback(self, slot: int, position: int) -> None:
         """Drop everything at and above `position`. Raises `rollback_unsupported` where the engine cannot."""
@@ -149,7 +186,7 @@ class Generator:
 
     def _held(self, slot: int) -> _Slot:
         held = self._slots.get(slot)
-        if held is None:
+        if held is None or held.kept:
             raise ShardlineError("session_gone", f"slot {slot} is not open")
         return held
 

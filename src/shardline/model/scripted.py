@@ -195,11 +195,26 @@ class ScriptedBackend:
     # ---- slots -------------------------------------------------------------------------------------------------
 
     def open(self, slot: int) -> None:
+        self._begin_open(slot)
+        self._caches[slot] = self._new_cache()
+
+    def _begin_open(self, slot: int) -> None:
+        """Take the time of an open, and what strikes there."""
         if not self._open_paced:
             self._sleep(self.open_pace_s(slot))
         self._open_paced = False
         self._fail(self._open_struck)
-        self._caches[slot] = self._new_cache()
+
+    def fork(self, source: int, target: int, tokens: int) -> None:
+        self._begin_open(target)
+        if not self.script.rollback:
+            raise ShardlineError("rollback_unsupported", "the script's model cannot go back")
+        cache, kept = self._new_cache(), self._caches[source]
+        cache.chain.take(kept.chain, tokens)
+        if cache.whole is not None and kept.whole is not None:
+            cache.whole.take(kept.whole, tokens)
+        cache.tokens = kept.tokens[:tokens]
+        self._caches[target] = cache
 
     def _new_cache(self) -> _Cache:
         size, n = self._code.digest_bytes, self.script.n_layers

@@ -99,6 +99,10 @@ class LayerChain:
         for seen in self._layers:
             del seen[position:]
 
+    def take(self, other: LayerChain, position: int) -> None:
+        """Become what `other`, of the same layers, was at `position`."""
+        self._layers = [seen[:position] for seen in other.state()]
+
     def state(self) -> list[list[bytes]]:
         return self._layers
 

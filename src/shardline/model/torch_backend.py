@@ -187,6 +187,15 @@ class TorchBackend:
             raise ShardlineError("engine_error", f"slot {slot} is open already")
         self._slots[slot] = self._shard.new_cache()
 
+    def fork(self, source: int, target: int, tokens: int) -> None:
+        """A copy of the first `tokens`. Exact, or `rollback_unsupported` where a sliding window has moved past them."""
+        if target in self._slots:
+            raise ShardlineError("engine_error", f"slot {target} is open already")
+        cache = self._shard.new_cache()
+        with torch.inference_mode():
+            torch_cache.fork(self._cache(source), cache, tokens)
+        self._slots[target] = cache
+
     def close(self, slot: int) -> None:
         self._slots.pop(slot, None)
 

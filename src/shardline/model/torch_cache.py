@@ -121,9 +121,9 @@ def tokens_in(cache: DynamicCache) -> int:
     return int(cache.get_seq_length())
 
 
-def rollback(cache: DynamicCache, position: int) -> None:
-    """Drop all at and above `position`. Exact, or `rollback_unsupported`: a sliding window that has moved on no longer
-    holds what came before it."""
+def check_exact(cache: DynamicCache, position: int) -> None:
+    """`rollback_unsupported` where what the cache was at `position` is not in it any more: a sliding window that has
+    moved on no longer holds what came before it."""
     tokens = tokens_in(cache)
     if not 0 <= position <= tokens:
         raise ShardlineError(
@@ -136,10 +136,27 @@ def rollback(cache: DynamicCache, position: int) -> None:
             f"the sliding window of {min(windows)} has passed: {tokens} tokens are held",
             position=position,
         )
+
+
+def rollback(cache: DynamicCache, position: int) -> None:
+    """Drop all at and above `position`. Exact, or `rollback_unsupported`."""
+    check_exact(cache, position)
+    tokens = tokens_in(cache)
     if position == 0:
         cache.reset()
     elif position < tokens:
         cache.crop(position - tokens)
+
+
+def fork(source: DynamicCache, target: DynamicCache, position: int) -> None:
+    """Fill an empty cache with a copy of what `source` was at `position`. Exact, or `rollback_unsupported`."""
+    check_exact(source, position)
+    if any(held.keys.shape[-2] < position for held in source.layers):
+        raise ShardlineError(
+            "rollback_unsupported", f"a sliding window has moved on before position {position}", position=position
+        )
+    for held, layer in zip(source.layers, target.layers, strict=True):
+        layer.update(held.keys[:, :, :position], held.values[:, :, :position])
 
 
 def save(cache: DynamicCache, shard: str) -> bytes:

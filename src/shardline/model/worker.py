@@ -32,6 +32,7 @@ from shardline.model.channel import (
     Done,
     Fault,
     FrameReader,
+    Keep,
     Load,
     Loaded,
     Open,
@@ -149,8 +150,10 @@ class Worker:
     def _control(self, generator: Generator, request: Request) -> Answer:
         match request:
             case Open():
-                spec = SlotSpec(request.prompt_tokens, request.max_tokens, request.sampling)
+                spec = SlotSpec(request.prompt_tokens, request.max_tokens, request.sampling, request.reuse)
                 generator.open(request.slot, spec)
+            case Keep():
+                generator.keep(request.slot, request.tokens)
             case Close():
                 generator.close(request.slot)
             case Rollback():

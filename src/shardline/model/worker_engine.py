@@ -20,6 +20,7 @@ from shardline.model.channel import (
     BatchDone,
     Close,
     Fault,
+    Keep,
     Load,
     Loaded,
     Open,
@@ -199,13 +200,16 @@ class WorkerEngine:
 
     # ---- control -----------------------------------------------------------------------------------------------
 
-    async def _ask(self, request: Open | Close | Rollback | Test, limit: tuple[str, float]) -> Answer:
+    async def _ask(self, request: Open | Keep | Close | Rollback | Test, limit: tuple[str, float]) -> Answer:
         if self._serving is None:
             raise self._down
         return await self._serving.ask(request, limit)
 
     async def open(self, slot: int, spec: SlotSpec) -> None:
-        await self._ask(Open(slot, spec.prompt_tokens, spec.max_tokens, spec.sampling), self._step)
+        await self._ask(Open(slot, spec.prompt_tokens, spec.max_tokens, spec.sampling, spec.reuse), self._step)
+
+    async def keep(self, slot: int, tokens: int) -> None:
+        await self._ask(Keep(slot, tokens), self._step)
 
     async def close(self, slot: int) -> None:
         if self._serving is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from pathlib import Path
 
 import msgspec
@@ -18,35 +17,11 @@ from shardline.formats.gguf import read_header
 from shardline.model.tokenizer import text_of_folder, text_of_gguf
 from shardline.wire.messages import TextBundle
 from tests.support.gguf_writer import LLAMA, Typed, gguf_bytes
+from tests.support.vocabularies import mixed_strings
 
 pytestmark = pytest.mark.torch
 
 FILE = demo_model()
-PARTS = [
-    "def f(x):\n    return x ** 2 + 0x1F\n", "for (int i = 0; i < n; ++i) { a[i] += b; }",
-    "SELECT * FROM t WHERE a='b';", "你好，世界", "吾輩は猫である。名前はまだ無い。", "안녕하세요",
-    "Привет, мир", "مرحبا بالعالم", "नमस्ते", "สวัสดี", "Ελληνικά", "😀", "👩\u200d👩\u200d👧\u200d👦",
-    "🏳️\u200d🌈", "🇩🇪", "é", "ﬁ", "Ⅷ", "½", "\u200b", "\ufeff", "\xa0", "\u3000", "\u2028", "\x00", "\x1b[31m",
-    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_start|>user\n", "<|im_", "<file_sep>", "<s>", "</s>",
-    "[INST]", "1", "42", "007", "3.14159", "1,000,000", "1e-9", "٣", "२", " 12 345 ", "12'34", "0x7fff",
-    "2026-11-29", " ", "  ", "   ", "    ", "\t", "\t\t", "\n", "\n\n", "\n\n\n", "\r\n", " \n ", "\n    ",
-    "        ", "Hello", " world", "I'm", "you'll", "DON'T", "isn't.", "naïve café", "ALLCAPS", "camelCase",
-    "snake_case", "...", "--", "https://example.org/a?b=c&d=%20#e", "a@b.c", '{"k": [1, 2.5, null]}',
-    "\\frac{1}{2}", "≠≤∑", "„Anführung“", "¿qué?",
-]  # fmt: skip
-
-
-def mixed_strings(count: int) -> list[str]:
-    rng = random.Random(20)
-    strings = list(PARTS)
-    while len(strings) < count:
-        text = rng.choice(["", " ", ""]).join(rng.choices(PARTS, k=rng.randint(2, 9)))
-        if rng.random() < 0.2:
-            text = text[rng.randint(0, len(text) // 2) : rng.randint(len(text) // 2, len(text))]
-        if rng.random() < 0.1:
-            text += "".join(chr(rng.choice([*range(32, 0xD800), *range(0xE000, 0x11000)])) for _ in range(3))
-        strings.append(text)
-    return strings
 
 
 def bundle_of(text) -> TextBundle:
@@ -65,12 +40,21 @@ def reference():
 
 
 @pytest.mark.smollm2
-def test_ids_equal_transformers_on_mixed_strings(smollm2, reference):
+def test_ids_are_those_of_the_models_own_tokenizer(smollm2, reference):
+    """transformers leaves out what the file says of its pre-tokenizer: that digits stand alone."""
     strings = mixed_strings(10_000)
     assert len(set(strings)) > 9_000
-    expected = reference(strings).input_ids
-    for string, ids in zip(strings, expected, strict=True):
-        assert smollm2.tokenize(string, add_special=True, parse_special=True) == ids
+    read = reference(strings).input_ids
+    own = Tokenizer.from_str(reference.backend_tokenizer.to_str())
+    own.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    expected = [found.ids for found in own.encode_batch(strings)]
+    for string, as_read, ids in zip(strings, read, expected, strict=True):
+        assert smollm2.tokenize(string, add_special=True, parse_special=True) == ids, repr(string)
+        if not any(char.isnumeric() for char in string):
+            assert ids == as_read
+    assert sum(ids != as_read for ids, as_read in zip(expected, read, strict=True)) > 1_000
 
 
 @pytest.mark.smollm2
@@ -143,8 +127,12 @@ def test_a_sentencepiece_vocabulary(tmp_path):
     assert bundle.add_bos and (bundle.bos, bundle.eos) == (1, 2)
     assert bundle.fim == {"prefix": 262, "suffix": 263, "middle": 264}
     expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    for string in ("a b ab", "ü\n", "<|user|>a", "", " a", "é é"):
+    for string in ("a b ab", "ü\n", "", "é é"):
         assert text.tokenize(string, add_special=True, parse_special=True) == expected(string).input_ids
+    # The space in front stands before every text, also one that begins with a space or behind a special token.
+    for string, ids in ((" a", [1, 259, 262]), ("<|user|>a", [1, 264, 262]), ("a<|user|>", [1, 262, 264])):
+        assert text.tokenize(string, add_special=True, parse_special=True) == ids
+    for string in ("a b ab", "ü\n", "<|user|>a", "", " a", "é é"):
         ids = text.tokenize(string, add_special=False, parse_special=True)
         assert b"".join(bundle.pieces[token] for token in ids).lstrip() == string.encode().lstrip()
 

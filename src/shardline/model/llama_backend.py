@@ -98,6 +98,27 @@ class LlamaBackend:
             raise ShardlineError("capacity", f"the engine has {self._shard.sessions} slots, and all are open")
         self._sequences[slot] = heapq.heappop(self._free)
 
+    def fork(self, source: int, target: int, tokens: int) -> None:
+        """Let `target` begin with what `source` holds first. Attention shares the cells: nothing is copied. A recurrent
+        state is, and only as long as all of it is wanted. Else `rollback_unsupported`; `capacity` where all sequences
+        are taken."""
+        sequence, held = self._sequence(source), self.kv_tokens(source)
+        if not 1 <= tokens <= held:
+            raise ShardlineError("seam_gap", f"{tokens} tokens of a cache that ends at {held}")
+        if tokens < held:
+            self._check_cut(sequence, tokens)
+        self.open(target)
+        try:
+            if self._shard.recurrent:
+                self.restore(target, self.save(source))
+            else:
+                self._c.llama_memory_seq_cp(self._memory, sequence, self._sequences[target], 0, tokens)
+            if self.kv_tokens(target) != tokens:
+                raise ShardlineError("engine_error", f"the library did not copy {tokens} tokens of a sequence")
+        except ShardlineError:
+            self.close(target)
+            raise
+
     def close(self, slot: int) -> None:
         sequence = self._sequences.pop(slot, None)
         if sequence is not None:
@@ -133,6 +154,12 @@ class LlamaBackend:
         if position == 0:
             self._clear(sequence)
             return
+        self._check_cut(sequence, position)
+        if not self._c.llama_memory_seq_rm(self._memory, sequence, position, -1):
+            raise ShardlineError("rollback_unsupported", f"the cache cannot be cut at {position}")
+
+    def _check_cut(self, sequence: int, position: int) -> None:
+        """`rollback_unsupported` where what is below `position` is not what it was when the sequence ended there."""
         if self._shard.recurrent:
             raise ShardlineError("rollback_unsupported", "layers of this Shard keep a state that cannot be taken back")
         oldest = self._c.llama_memory_seq_pos_min(self._memory, sequence)
@@ -140,8 +167,6 @@ class LlamaBackend:
             raise ShardlineError(
                 "rollback_unsupported", f"the sliding window has dropped what position {position} needs"
             )
-        if not self._c.llama_memory_seq_rm(self._memory, sequence, position, -1):
-            raise ShardlineError("rollback_unsupported", f"the cache cannot be cut at {position}")
 
     def save(self, slot: int) -> bytes:
         sequence = self._sequence(slot)

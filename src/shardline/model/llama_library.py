@@ -72,6 +72,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_synchronize": (None, (_CONTEXT,)),
     "llama_get_logits_ith": (c_void_p, (_CONTEXT, c_int32)),
     "llama_memory_seq_rm": (c_bool, (MEMORY, c_int32, c_int32, c_int32)),
+    "llama_memory_seq_cp": (None, (MEMORY, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_pos_min": (c_int32, (MEMORY, c_int32)),
     "llama_memory_seq_pos_max": (c_int32, (MEMORY, c_int32)),
     "llama_state_seq_get_size": (c_size_t, (_CONTEXT, c_int32)),

@@ -206,6 +206,7 @@ def _prepare(spec: ShardSpec, options: Options, source: Source, loaded: LlamaLib
         rollback=not recurrent and (options.swa_full or not c.llama_model_n_swa(model.pointer)),
         text_digest=text.digest if text is not None else None,
         kv_capacity_tokens=context.kv_tokens,
+        slots=plan.sessions,
     )
     return LoadedShard(
         library=loaded,

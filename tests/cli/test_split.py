@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shardline.artifact.identity import content_id
+from shardline.cli.listings import size
 from shardline.cli.main import cli
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import read_header
@@ -27,7 +28,7 @@ def run(tmp_path: Path, *arguments: object) -> Result:
 def test_a_part_is_written(tmp_path: Path, model: Path) -> None:
     output = tmp_path / "part.gguf"
     result = run(tmp_path, model, "--layers", "2:5", "-o", output)
-    assert result.stdout == f"{output}: layers 2:5 of 8, 6.4 KiB\n"
+    assert result.stdout == f"{output}: layers 2:5 of 8, {size(output.stat().st_size)}\n"
     assert result.stderr == ""
     header = read_header(output)
     assert header.text("shardline.source.content_id") == content_id(model)

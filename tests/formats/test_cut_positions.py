@@ -18,7 +18,7 @@ from shardline.formats.layer_kinds import LayerKinds
 from shardline.formats.memory import WeightBytes
 from shardline.formats.shape import ModelShape
 from tests.support.gguf_models import small_model
-from tests.support.gguf_writer import Typed
+from tests.support.gguf_writer import Tensor, Typed
 
 WINDOWS = "attention.sliding_window_pattern"
 SECTIONS = {"rope.dimension_sections": Typed("i32", [2, 2, 0, 0])}
@@ -152,6 +152,16 @@ def test_warnings(tmp_path: Path) -> None:
     assert "last bits" in cuts(tmp_path, "gemma3", 62).warnings()[0]
     assert cuts(tmp_path, "gemma3", 34).warnings() == []
     assert cuts(tmp_path, "rwkv7", 4).warnings() == []
+
+
+def test_a_rotation_that_changes_with_the_context_is_said(tmp_path: Path) -> None:
+    factors = [Tensor("rope_factors_long.weight", (4,)), Tensor("rope_factors_short.weight", (4,))]
+    keys = {"rope.scaling.original_context_length": 64}
+    found = cuts_of(small_model(tmp_path, "phi3", keys=keys, extra=factors).header)
+    assert found.context_switch == 64
+    assert "more than 64 tokens" in found.warnings()[0]
+    assert cuts_of(small_model(tmp_path, "phi3", extra=factors).header).context_switch == 128
+    assert cuts(tmp_path, "phi3", 4).context_switch is None
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.llama is not None], ids=lambda row: row.name)

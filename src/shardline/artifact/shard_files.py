@@ -94,8 +94,9 @@ class ShardFiles:
 
     def _sweep(self) -> None:
         """Remove what processes that were killed left unfinished: parts of files whose lock nobody holds."""
-        for part in self.folder.glob("*.part"):
-            with contextlib.suppress(OSError, ShardlineError), _locked(part.with_suffix(""), 0.0, None):
+        for part in self.folder.glob("*.*.part"):
+            path = part.with_name(part.name.rsplit(".", 2)[0])
+            with contextlib.suppress(OSError, ShardlineError), _locked(path, 0.0, None):
                 part.unlink()
 
 
@@ -108,7 +109,7 @@ def write_plan(
     cancelled: Cancelled | None = None,
 ) -> None:
     """Write the file at `path`, in place of one that may be there. Errors: as of `ShardFiles.shard`."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         _check_space(path.parent, plan.nbytes)
         try:

@@ -16,7 +16,7 @@ from shardline.formats.gguf import GGUFHeader
 from shardline.formats.layer_kinds import ArchitectureKeys, Flags, LayerKinds, layer_kinds
 from shardline.formats.layers import check_range
 from shardline.formats.memory import WeightBytes
-from shardline.formats.shape import ModelShape, shape_of_gguf
+from shardline.formats.shape import CONTEXT_LIMIT, ModelShape, shape_of_gguf
 
 LAYERS_LIMIT = 512
 """Of llama.cpp: it loads no model with more."""
@@ -35,6 +35,8 @@ class Cuts:
     refusal: ShardlineError | None
     """Why it does."""
     kinds: LayerKinds
+    context_switch: int | None = None
+    """Where llama.cpp rotates otherwise in a context of more tokens than this: all parts must be on one side of it."""
 
     @property
     def n_layers(self) -> int:
@@ -108,6 +110,11 @@ class Cuts:
             )
         if self.rules.proof == "close" or (self.is_special() and self.rules.count_cure == "fold_q_norm"):
             found.append("a cut changes the last bits of the numbers, up to about 1e-4 of their size")
+        if self.context_switch is not None:
+            found.append(
+                f"it computes otherwise with a context of more than {self.context_switch} tokens: "
+                "give all Nodes more than that, or none"
+            )
         return found
 
     def is_special(self) -> bool:
@@ -176,7 +183,15 @@ def cuts_of(header: GGUFHeader) -> Cuts:
         if error.code != "architecture_unsupported":
             raise
         return Cuts(shape, None, error, LayerKinds())
-    return Cuts(shape, rules, None, kinds)
+    return Cuts(shape, rules, None, kinds, _context_switch(header, shape))
+
+
+def _context_switch(header: GGUFHeader, shape: ModelShape) -> int | None:
+    """The context up to which the short rotation factors hold, in a model that has long ones."""
+    if not any(name.startswith("rope_factors_long.") for name in header.tensors):
+        return None
+    keys = ArchitectureKeys(header, shape)
+    return keys.integer("rope.scaling.original_context_length", shape.context_length or 0, CONTEXT_LIMIT)
 
 
 def _check_header(header: GGUFHeader, shape: ModelShape, rules: LlamaRules, kinds: LayerKinds) -> None:

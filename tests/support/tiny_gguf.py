@@ -12,13 +12,15 @@ import math
 from pathlib import Path
 
 import numpy as np
+from gguf import GGMLQuantizationType, quants
 from llama_cpp import llama_cpp as lib
 
 from tests.support.gguf_writer import Tensor, gguf_bytes
-from tests.support.tiny_models import TinyModel, metadata
+from tests.support.tiny_models import WIDTH, TinyModel, metadata
 
-F32, F16 = 0, 1
+F32, F16, Q4_0 = 0, 1, 2
 _GGML = ctypes.CDLL(str(Path(lib.__file__).parent / "lib" / "libggml-base.so"))
+_PREDICTING = "nextn_predict_layers"
 _SHAPE_OFFSET = 16
 """Bytes of `type` and `buffer` in front of `ne[4]` in `ggml_tensor`."""
 
@@ -37,7 +39,16 @@ _GGML.ggml_get_name.argtypes = (ctypes.c_void_p,)
 def write_tiny_gguf(model: TinyModel, path: Path) -> Path:
     """Write the model's file; RuntimeError where the library takes no such model."""
     keys = metadata(model)
-    tensors = [_tensor(name, shape) for name, shape in tensor_shapes(gguf_bytes(keys)).items() if _kept(model, name)]
+    # The library makes no blocks of its own for prediction: as ordinary ones they are as good, for nobody runs them.
+    predicting = keys.get(f"{model.architecture}.{_PREDICTING}", 0)
+    probed = {key: value for key, value in keys.items() if not key.endswith(_PREDICTING)}
+    shapes = tensor_shapes(gguf_bytes(probed))
+    if predicting:
+        block = f"blk.{model.layers}."
+        shapes = {n: shape for n, shape in shapes.items() if not n.startswith(block) or n.endswith(("weight", "bias"))}
+        shapes[f"{block}nextn.eh_proj.weight"] = (2 * WIDTH, WIDTH)
+        shapes[f"{block}nextn.enorm.weight"] = shapes[f"{block}nextn.hnorm.weight"] = (WIDTH,)
+    tensors = [_tensor(model, name, shape) for name, shape in shapes.items() if _kept(model, name)]
     path.write_bytes(gguf_bytes(keys, tensors))
     return path
 
@@ -71,8 +82,11 @@ def _kept(model: TinyModel, name: str) -> bool:
     return not name.split(".", 2)[-1].startswith(model.without or ("\0",))
 
 
-def _tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(model: TinyModel, name: str, shape: tuple[int, ...]) -> Tensor:
     values = tensor_values(name, shape)
+    if model.quantised and len(shape) > 1:
+        rows = values.reshape(-1, shape[0])
+        return Tensor(name, shape, Q4_0, quants.quantize(rows, GGMLQuantizationType.Q4_0).tobytes())
     if name == "token_embd.weight":
         return Tensor(name, shape, F16, values.astype("<f2").tobytes())
     return Tensor(name, shape, F32, values.astype("<f4").tobytes())

@@ -14,9 +14,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,19 @@ import numpy as np
 
 from shardline.artifact.shard_files import ShardFiles
 from shardline.errors import ShardlineError
-from shardline.formats.cuts import Cuts, cuts_of
+from shardline.formats import architectures
+from shardline.formats.cuts import Cuts, Part, cuts_of
 from shardline.formats.gguf_files import GGUFModel, read_model
 from shardline.model.backend import BackendEntry, ShardSpec
 from shardline.model.llama_backend import LlamaBackend
 from shardline.model.llama_shard import load
+from tests.support.tiny_controls import CONTROLS
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import BY_NAME, VOCABULARY, TinyModel
-from tests.support.unsplit import CONTEXT, ROWS, SEQUENCES, Call, Unsplit, script
+from tests.support.unsplit import CONTEXT, ROWS, Call, Unsplit, script
 
 CONTENT_ID = "mac1-" + "0" * 64
 LIMIT_S = 60
-_OPTIONS = {"content_id": CONTENT_ID, "kv_tokens": CONTEXT, "sessions": SEQUENCES, "rows": ROWS}
 
 
 @dataclass
@@ -79,22 +80,31 @@ def compare(model: TinyModel, folder: Path) -> Record:
     record.proof = cuts.rules.proof
     record.warnings = cuts.warnings()
     record.refused = {p: reason for p in range(1, cuts.n_layers) if (reason := cuts.position_reason(p)) is not None}
-    calls = script(VOCABULARY)
-    expected = unsplit(path, calls, cuts)
-    with _loaded(source, 0, cuts.n_layers, None) as whole:
+    calls = script(VOCABULARY, model.sequences)
+    expected = unsplit(path, calls, cuts, model.sequences)
+    with _Loaded(source, (0, cuts.n_layers), None, model.sequences) as whole:
         record.whole = max(_run_chain([whole], call, e)[1] for call, e in zip(calls, expected, strict=True))
     files = ShardFiles(folder / "shards")
-    for cut in model.cuts:
-        _compare_cut(record, source, files, cut, calls, expected)
+    for cut in model.chains:
+        parts = list(pairwise((0, *cut, cuts.n_layers)))
+        with ExitStack() as stack:
+            loaded = [
+                stack.enter_context(_Loaded(source, part, files.shard(source, CONTENT_ID, *part), model.sequences))
+                for part in parts
+            ]
+            for call, wanted in zip(calls, expected, strict=True):
+                residual, logits = _run_chain(loaded, call, wanted)
+                record.residual, record.logits = max(record.residual, residual), max(record.logits, logits)
+        record.cuts.append(cut)
     record.residual_size = max(float(np.abs(rows).max()) for e in expected for rows in e.residuals.values() or [[0]])
     record.logits_size = max(float(np.abs(e.logits).max()) for e in expected)
     return record
 
 
-def unsplit(path: Path, calls: Sequence[Call], cuts: Cuts) -> list[Expected]:
+def unsplit(path: Path, calls: Sequence[Call], cuts: Cuts, sequences: int) -> list[Expected]:
     """What the bare library computes, once with all rows as outputs (for the rows inside), once as a tail would."""
     taps = {f"{residual_name(cuts, layer)}": layer for layer in range(cuts.n_layers)}
-    with Unsplit(path, taps) as inside, Unsplit(path) as tail:
+    with Unsplit(path, sequences, taps) as inside, Unsplit(path, sequences) as tail:
         found = []
         for call in calls:
             seen = inside.run(call).inside
@@ -111,33 +121,19 @@ def residual_name(cuts: Cuts, layer: int) -> str:
     return f"attn_norm_in-{layer + 1}"
 
 
-def _compare_cut(
-    record: Record,
-    source: GGUFModel,
-    files: ShardFiles,
-    cut: tuple[int, ...],
-    calls: Sequence[Call],
-    expected: Sequence[Expected],
-) -> None:
-    edges = (0, *cut, cuts_of(source.header).n_layers)
-    with ExitStack() as stack:
-        parts = [
-            stack.enter_context(_loaded(source, a, b, files.shard(source, CONTENT_ID, a, b)))
-            for a, b in pairwise(edges)
-        ]
-        for call, wanted in zip(calls, expected, strict=True):
-            residual, logits = _run_chain(parts, call, wanted)
-            record.residual, record.logits = max(record.residual, residual), max(record.logits, logits)
-    record.cuts.append(cut)
-
-
-class _loaded:
+class _Loaded:
     """A Shard in the product's backend, with a slot open for each sequence."""
 
-    def __init__(self, source: GGUFModel, first: int, last: int, shard_file: Path | None) -> None:
-        options: dict[str, Any] = {**_OPTIONS, "shard_file": shard_file}
-        self.backend = load(ShardSpec(str(source.paths[0]), first, last, threads=1, options=options))
-        for slot in range(SEQUENCES):
+    def __init__(self, source: GGUFModel, part: Part, shard_file: Path | None, sequences: int) -> None:
+        options: dict[str, Any] = {
+            "content_id": CONTENT_ID,
+            "shard_file": shard_file,
+            "kv_tokens": CONTEXT,
+            "sessions": sequences,
+            "rows": ROWS,
+        }
+        self.backend = load(ShardSpec(str(source.paths[0]), *part, threads=1, options=options))
+        for slot in range(sequences):
             self.backend.open(slot)
 
     def __enter__(self) -> LlamaBackend:
@@ -185,8 +181,9 @@ def difference(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(found - wanted).max())
 
 
-def in_own_process(model: TinyModel) -> Record:
-    """`compare` in a fork of this process; an abort or a hang becomes the record's error."""
+def in_own_process(model: TinyModel, rules: Mapping[str, Any] | None = None) -> Record:
+    """`compare` in a fork of this process; an abort or a hang becomes the record's error. `rules`: what to change in
+    the row of the architecture, there and nowhere else."""
     reader, writer = os.pipe()
     with tempfile.TemporaryDirectory(prefix="shardline-tiny-") as folder, tempfile.TemporaryFile() as said:
         child = os.fork()
@@ -195,6 +192,8 @@ def in_own_process(model: TinyModel) -> Record:
             os.dup2(said.fileno(), 1)
             signal.alarm(LIMIT_S)
             try:
+                if rules is not None:
+                    _change_row(model.architecture, rules)
                 result = asdict(compare(model, Path(folder)))
             except BaseException as error:
                 result = asdict(Record(model.name, model.architecture, error=f"{type(error).__name__}: {error}"))
@@ -213,13 +212,25 @@ def in_own_process(model: TinyModel) -> Record:
         )
 
 
+def _change_row(architecture: str, rules: Mapping[str, Any]) -> None:
+    row = architectures.of_gguf(architecture)
+    known = row.llama or architectures.LlamaRules()
+    changed = replace(row, llama=replace(known, proof="exact", reason=None, **rules))
+    architectures._BY_GGUF[architecture] = changed
+
+
 def _cause(status: int) -> str:
     return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
 
 
 def serve(names: Iterator[str]) -> None:
-    for name in names:
-        print(json.dumps(asdict(in_own_process(BY_NAME[name.strip()]))), flush=True)
+    for line in names:
+        name = line.strip()
+        if name in CONTROLS:
+            record = in_own_process(CONTROLS[name].model, CONTROLS[name].rules)
+        else:
+            record = in_own_process(BY_NAME[name])
+        print(json.dumps(asdict(record)), flush=True)
 
 
 if __name__ == "__main__":

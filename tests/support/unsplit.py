@@ -17,7 +17,6 @@ from llama_cpp import llama_cpp as lib
 
 CONTEXT = 256
 ROWS = 64
-SEQUENCES = 5
 _FOUR_POSITIONS = (8, 40)
 """Rope types for which an embedded row has 4 positions."""
 
@@ -31,7 +30,7 @@ _GGML.ggml_backend_tensor_get.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctyp
 
 @dataclass(frozen=True)
 class Rows:
-    """New rows of one sequence; `wanted`: of which of them, counted from the end, logits are wanted."""
+    """New rows of one sequence, and the position of the first of them."""
 
     sequence: int
     position: int
@@ -41,18 +40,19 @@ class Rows:
 Call = tuple[Rows, ...]
 
 
-def script(vocabulary: int) -> tuple[Call, ...]:
-    """The calls of a test: prefill, decode of 1, 1 and 2 rows, two prompts in one call, three sequences decoding."""
+def script(vocabulary: int, sequences: int) -> tuple[Call, ...]:
+    """The calls of a test: prefill, decode of 1, 1 and 2 rows; where there is room for three sequences also two prompts
+    in one call, and all three decoding."""
     rng = np.random.default_rng(7)
 
     def rows(sequence: int, position: int, count: int) -> Rows:
         return Rows(sequence, position, tuple(int(t) for t in rng.integers(3, vocabulary, count)))
 
+    alone: tuple[Call, ...] = ((rows(0, 0, 12),), (rows(0, 12, 1),), (rows(0, 13, 1),), (rows(0, 14, 2),))
+    if sequences < 3:
+        return alone
     return (
-        (rows(0, 0, 12),),
-        (rows(0, 12, 1),),
-        (rows(0, 13, 1),),
-        (rows(0, 14, 2),),
+        *alone,
         (rows(1, 0, 7), rows(2, 0, 7)),
         (rows(0, 16, 1), rows(1, 7, 1), rows(2, 7, 1)),
     )
@@ -69,7 +69,7 @@ class Outcome:
 class Unsplit:
     """One model and one context. `taps` are names of tensors whose rows are wanted."""
 
-    def __init__(self, path: Path, taps: Iterable[str] = ()) -> None:
+    def __init__(self, path: Path, sequences: int, taps: Iterable[str] = ()) -> None:
         params = lib.llama_model_default_params()
         params.use_mmap = True
         self._model = lib.llama_model_load_from_file(str(path).encode(), params)
@@ -79,7 +79,7 @@ class Unsplit:
         self._inside: dict[str, np.ndarray] = {}
         self._callback = lib.ggml_backend_sched_eval_callback(self._see)
         context = lib.llama_context_default_params()
-        context.n_ctx, context.n_batch, context.n_ubatch, context.n_seq_max = CONTEXT, ROWS, ROWS, SEQUENCES
+        context.n_ctx, context.n_batch, context.n_ubatch, context.n_seq_max = CONTEXT, ROWS, ROWS, sequences
         context.n_threads = context.n_threads_batch = 1
         context.kv_unified = True
         context.swa_full = False

@@ -163,6 +163,28 @@ def test_rollback_is_exact(middle):
     assert caught.value.code == "seam_gap"
 
 
+def test_a_fork_goes_on_as_its_source_would_have(middle):
+    """Of all of it, and of the first part; the source, and another fork, go on beside it."""
+    prompt, end, new = rows(20), rows(5), rows(1)
+    middle.open(0)
+    hidden_of(middle, [entry([1] * 20, 0, [prompt])])
+    expected_at_20 = hidden_of(middle, [entry([1], 20, [new])])
+    middle.rollback(0, 20)
+    hidden_of(middle, [entry([1] * 5, 20, [end])])
+    middle.fork(0, 1, 20)
+    middle.fork(0, 2, 25)
+    assert [middle.kv_tokens(slot) for slot in (0, 1, 2)] == [25, 20, 25]
+    assert hidden_of(middle, [entry([1], 20, [new], slot=1)]) == expected_at_20
+    expected_at_25 = hidden_of(middle, [entry([1], 25, [new])])
+    middle.close(0)
+    assert hidden_of(middle, [entry([1], 25, [new], slot=2)]) == expected_at_25
+    for source, tokens in ((1, 0), (1, 22), (0, 1)):
+        with pytest.raises(ShardlineError):
+            middle.fork(source, 7, tokens)
+        with pytest.raises(ShardlineError, match="not open"):
+            middle.kv_tokens(7)
+
+
 def test_a_saved_slot_goes_on_exactly_here_and_in_another_process_life(folder, middle):
     other = load(spec(folder, 10, 12))
     middle.open(0)

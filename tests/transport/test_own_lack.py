@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
-import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
-from shardline.transport.failures import ConnectFailed, OwnLack, lack
+from shardline.transport.failures import OwnLack, lack
 from shardline.transport.http_client import HttpClient
 from shardline.transport.tracker_client import TrackerClient
+from tests.support.own_lack import no_file_left
 from tests.transport.loopback import Wire, answer, scripted
 
 
@@ -26,19 +24,6 @@ async def answering(wire: Wire) -> None:
     while True:
         await wire.request()
         wire.send(answer())
-
-
-@contextmanager
-def no_file_left() -> Iterator[None]:
-    """A limit at the files that are open: not one more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    probe = os.open(os.devnull, os.O_RDONLY)
-    os.close(probe)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -78,7 +63,7 @@ async def test_idle_connections_are_given_up_for_a_new_one() -> None:
 @pytest.mark.parametrize(
     "number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL], ids=errno.errorcode.get
 )
-async def test_every_lack_of_our_own(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_lack_of_our_own(number: int) -> None:
     assert lack(OSError(number, "")) is not None
 
 
@@ -91,18 +76,8 @@ async def test_every_lack_of_our_own(number: int, monkeypatch: pytest.MonkeyPatc
         socket.gaierror(socket.EAI_NONAME, "unknown"),
     ],
 )
-async def test_what_is_the_peers_stays_the_peers(error: OSError) -> None:
+def test_what_is_the_peers_stays_the_peers(error: OSError) -> None:
     assert lack(error) is None
-
-
-async def test_no_local_port() -> None:
-    client = HttpClient(Settings())
-    try:
-        # A port that nobody listens on is the peer's; an address of ours that is not there is not.
-        with pytest.raises(ConnectFailed):
-            await client.request("GET", "http://127.0.0.1:1/", timeout_s=5, limit="x")
-    finally:
-        await client.aclose()
 
 
 FLOODED = """
@@ -153,7 +128,5 @@ def test_a_listener_without_files_neither_spins_nor_ends() -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    import psutil
-
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system

@@ -58,7 +58,7 @@ def byte_pair_keys(seed: int = 1) -> dict[str, Any]:
     others = [byte for byte in range(256) if byte not in printable]
     spelling = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     merges: dict[tuple[str, str], None] = {}
-    for text in mixed_strings(1500, seed, odd=True):
+    for text in mixed_strings(600, seed, odd=True):
         spelled = "".join(spelling[byte] for byte in text.encode())
         for _ in range(2):
             first = rng.randrange(len(spelled)) if spelled else 0

@@ -56,15 +56,16 @@ class SentencePieces:
         self._ids = ids
         self._scores = scores
         self._bytes = [ids[f"<0x{byte:02X}>"] for byte in range(256)]
-        # Where no token has a space behind another character, nothing is ever merged across the begin of a word.
-        apart = not any(re.search("[^▁]▁", text) for text in ids)
-        self._words = re.compile("▁+[^▁]*|[^▁]+" if apart else ".+", re.DOTALL)
+        # Nothing is ever merged across the begin of a word, but behind those characters that have a space behind them
+        # in a token.
+        joined = {char for text in ids for char in re.findall("[^▁](?=▁)", text)}
+        self._begin = re.compile(f"(?<=[^▁{re.escape(''.join(sorted(joined)))}])(?=▁)")
         self._kept: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for match in self._words.finditer(text):
-            ids += self._word(match.group())
+        for word in self._begin.split(text):
+            ids += self._word(word)
         return ids
 
     def _word(self, word: str) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
 from shardline.errors import ShardlineError
 from tests.support import torch_models

@@ -80,7 +80,7 @@ class NodeApp:
         if endpoint is not None:
             await endpoint(scope, receive, send)
         elif path.startswith("/v1/sessions/") and method == "DELETE":
-            await self._close(path.removeprefix("/v1/sessions/"), send)
+            await self._close(path.removeprefix("/v1/sessions/"), scope, send)
         elif path.startswith("/v1/text/") and method == "GET":
             await self._text(path.removeprefix("/v1/text/"), send)
         elif path in self._paths or path.startswith(("/v1/sessions/", "/v1/text/")):
@@ -122,10 +122,11 @@ class NodeApp:
             pass
         self._host.sessions.close(key)
 
-    async def _close(self, key: str, send: Send) -> None:
+    async def _close(self, key: str, scope: Scope, send: Send) -> None:
+        """`keep=1`: the session ended well, what it computed may be kept."""
         if not _KEY.fullmatch(key):
             raise ShardlineError("invalid_value", "a session key is 32 hex digits", param="key")
-        closed = self._host.sessions.close(bytes.fromhex(key))
+        closed = self._host.sessions.close(bytes.fromhex(key), keep=scope["query_string"] == b"keep=1")
         await send_json(send, {"closed": closed})
 
     async def _beats(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -220,8 +221,9 @@ class NodeMetrics:
             return Gauge(name, text, registry=self._registry)
 
         self._sessions = gauge("shardline_node_sessions", "Open sessions")
-        self._kv_used = gauge("shardline_node_kv_used_tokens", "Tokens in the engine's caches")
+        self._kv_used = gauge("shardline_node_kv_used_tokens", "Tokens in the caches of open sessions")
         self._kv_reserved = gauge("shardline_node_kv_reserved_tokens", "Tokens promised to open sessions")
+        self._kv_cached = gauge("shardline_node_kv_cached_tokens", "Tokens kept of sessions that have ended")
         self._kv_capacity = gauge("shardline_node_kv_capacity_tokens", "Tokens that may be promised")
         self._queue = gauge("shardline_node_queue_bytes", "Rows that wait for the engine")
         self._rss = gauge("shardline_node_resident_bytes", "Resident memory of the Node and its engine worker")
@@ -234,6 +236,7 @@ class NodeMetrics:
         self._sessions.set(info.kv.sessions)
         self._kv_used.set(info.kv.used_tokens)
         self._kv_reserved.set(info.kv.reserved_tokens)
+        self._kv_cached.set(info.kv.cached_tokens)
         self._kv_capacity.set(info.kv.capacity_tokens)
         self._queue.set(info.queue_bytes)
         self._rss.set(info.rss_bytes)

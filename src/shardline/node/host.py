@@ -41,7 +41,6 @@ from shardline.wire.messages import (
 )
 from shardline.wire.steps import (
     FLAG_OUTPUT,
-    FLAG_ROLLBACK,
     LANE_DECODE,
     LANE_PREFILL,
     TOKENS_ONLY,
@@ -143,7 +142,7 @@ class ShardHost:
         for slot, _ in self._running:
             slot.running = False
         self._running = []
-        self.sessions.fail_all(error)
+        self.sessions.engine_lost(error)
         # The engine says so a second time when it gives up starting again.
         self._set_state("failed" if self.state in ("loading", "failed") else "loading", error.message)
 
@@ -220,7 +219,7 @@ class ShardHost:
         size = (shard.layout_in.row_bytes + 4) * entry.rows
         if entry.lane == LANE_PREFILL and not self._has_room(slot, size):
             return False
-        if entry.flags & FLAG_ROLLBACK and not shard.rollback:
+        if entry.position < slot.accepted_end and not shard.rollback:
             raise ShardlineError("rollback_unsupported", "this engine cannot go back to a position exactly")
         check_tokens(step, shard.vocab_size)
         if not all_finite(step, shard.layout_in):
@@ -269,7 +268,7 @@ class ShardHost:
             batch.append((slot, queued))
         self._room.set()
         self._running = batch
-        if any(q.step.entry.flags & FLAG_ROLLBACK for _, q in batch):
+        if any(q.back for _, q in batch):
             self._start(self._run_after_rollback(batch))
         else:
             self._submit(batch)
@@ -311,10 +310,9 @@ class ShardHost:
         """Restore positions first; a session whose engine cannot do it falls out of the batch."""
         kept = []
         for slot, queued in batch:
-            entry = queued.step.entry
             try:
-                if entry.flags & FLAG_ROLLBACK:
-                    await self.engine.rollback(slot.number, entry.position)
+                if queued.back:
+                    await self.engine.rollback(slot.number, queued.step.entry.position)
                 if slot.closed:
                     self.sessions.engine_returned(slot)
                 else:

@@ -105,8 +105,10 @@ def node_info(host: ShardHost, identity: Identity, planned: Planned, settings: S
         shards=[shard_info(host, planned)],
         kv=KvInfo(
             capacity_tokens=host.sessions.ledger.capacity,
-            used_tokens=host.engine.kv(),
+            # Between the loss of an engine and the news of it, what was kept is gone and still counted.
+            used_tokens=max(0, host.engine.kv() - host.sessions.prefixes.tokens),
             reserved_tokens=host.sessions.ledger.reserved,
+            cached_tokens=host.sessions.prefixes.tokens,
             sessions=len(host.sessions),
         ),
         limits=NodeLimits(step_body_bytes=settings.step_body_bytes, queue_bytes=settings.queue_bytes),

@@ -28,6 +28,8 @@ class QueuedStep:
     step: Step
     arrived: float
     size: int
+    back: bool = False
+    """It begins below what the engine holds: that is dropped first."""
 
 
 @dataclass(slots=True)
@@ -60,12 +62,18 @@ class Slot:
     next_seq: int = 0
     accepted_end: int = 0
     computed_end: int = 0
+    """0 until a step was computed, also where the cache began with something."""
+    salt: bytes = b""
+    ids: bytearray | None = None
+    """Token ids of all that was accepted, I32 little-endian; None: nothing of this session may be kept."""
     prompt_complete: bool = False
     """The last prefill chunk was accepted: from here on the decode lane."""
     queue: deque[QueuedStep] = field(default_factory=deque)
     closed: bool = False
     running: bool = False
     """The engine works on this slot now: it is freed after that call, not during it."""
+    keep: bool = False
+    """It ended well: its cache may stay for others to begin with."""
     released: bool = False
     """Its cache is being dropped, or is: that happens once."""
     finished: bool = False
@@ -89,13 +97,30 @@ class Slot:
     def take(self, step: Step, end: int, arrived: float, size: int) -> QueuedStep:
         """Take in what was checked; `end` is what `check` returned."""
         entry = step.entry
+        back = entry.position < self.accepted_end
+        if back:
+            self._go_back(entry.position)
+        if self.ids is not None:
+            self.ids += step.tokens
         self.next_seq = entry.seq + 1
         self.accepted_end = end
         if entry.lane == LANE_PREFILL and entry.flags & FLAG_LAST_CHUNK:
             self.prompt_complete = True
-        queued = QueuedStep(step, arrived, size)
+        queued = QueuedStep(step, arrived, size, back)
         self.queue.append(queued)
         return queued
+
+    def begin_with(self, tokens: int, ids: bytes) -> None:
+        """The cache holds the first `tokens` of the prompt, which have these ids."""
+        self.accepted_end = tokens
+        if self.ids is not None:
+            self.ids[:] = ids
+
+    def _go_back(self, position: int) -> None:
+        """What was computed above counts no more, although the engine drops it only before the step's own turn."""
+        self.computed_end = min(self.computed_end, position)
+        if self.ids is not None:
+            del self.ids[4 * position :]
 
     def check(self, step: Step) -> int:
         """The accepted end after `step`, or the reject it deserves."""
@@ -150,12 +175,14 @@ def check_tokens(step: Step, vocab_size: int) -> None:
 
 @dataclass(slots=True)
 class KvLedger:
-    """Reservations in tokens. What is *used* is asked of the engine; this only says what may be promised."""
+    """Reservations in tokens. What is *used* is asked of the engine; this only says what may be promised. What is kept
+    of ended sessions stands in nobody's way: it is given up before a reservation is made."""
 
     capacity: int
     reserved: int = 0
 
-    def reserve(self, tokens: int) -> None:
+    def check(self, tokens: int) -> None:
+        """`kv_exhausted` where so much cannot be promised."""
         if self.reserved + tokens > self.capacity:
             raise ShardlineError(
                 "kv_exhausted",
@@ -164,6 +191,9 @@ class KvLedger:
                 free=self.capacity - self.reserved,
                 capacity=self.capacity,
             )
+
+    def reserve(self, tokens: int) -> None:
+        self.check(tokens)
         self.reserved += tokens
 
     def release(self, tokens: int) -> None:

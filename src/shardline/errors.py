@@ -97,6 +97,12 @@ CATALOGUE: dict[str, Fault] = {
     "unknown_node": Fault(404, NOT_FOUND, True, "Register again: the Tracker does not know this Node."),
     "address_refused": Fault(403, PERMISSION, False, "Advertise an address that other machines may call."),
     "identity_in_use": Fault(409, INVALID, False, "Give each Node an identity file of its own."),
+    "join_refused": Fault(
+        403, PERMISSION, False, "Ask for a fresh line, on the machine of the Tracker: shardline invite"
+    ),
+    "join_mismatch": Fault(
+        403, PERMISSION, False, "Look whether the line was copied whole, and what else listens at that address."
+    ),
     # What a person starting a process can do wrong.
     "model_file_invalid": Fault(400, INVALID, False, "Check the file: it is damaged, or not a model."),
     "architecture_unsupported": Fault(
@@ -106,7 +112,10 @@ CATALOGUE: dict[str, Fault] = {
     "memory_insufficient": Fault(507, SERVER, False, "Give the Node fewer layers, or a machine with more memory."),
     "address_in_use": Fault(409, INVALID, False, "Stop the other process, or choose another port (--port)."),
     "insecure_listener": Fault(
-        400, INVALID, False, "Bind to loopback, or give --insecure-plain-http and a credential."
+        400,
+        INVALID,
+        False,
+        "Bind to loopback, or use HTTPS: tracker --listen, node --join, gateway --tls-cert. Else --insecure-plain-http.",
     ),
     "engine_unavailable": Fault(
         400, INVALID, False, "Install the extra of this engine: pip install 'shardline[torch]'."

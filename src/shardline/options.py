@@ -15,13 +15,14 @@ from typing import Literal, Protocol
 
 from shardline.settings import Settings
 
-StartPhase = Literal["listening", "loading", "testing", "ready", "draining"]
+StartPhase = Literal["listening", "inviting", "loading", "testing", "ready", "draining"]
 
 
 class Announce(Protocol):
     """How a role tells whoever started it how far it is; never blocks, never raises.
 
-    `listening` (url): the socket is bound. `loading` (done, total): bytes or layers of a Shard. `testing`: the
+    `listening` (url): the socket is bound. `inviting` (line): what `node --join` takes, once; of a Tracker with
+    cluster keys, at its start and after each join. `loading` (done, total): bytes or layers of a Shard. `testing`: the
     self-test runs. `ready`: it serves (of a Node: registered and counted for routes). `draining`: it ends.
     """
 
@@ -44,6 +45,10 @@ class TrackerOptions:
     """The cluster credential: every process of one cluster has the same."""
     state_dir: Path
     insecure_plain_http: bool = False
+    keys: bool = False
+    """A cluster with keys: HTTPS, certificates and lines for joining; what a Tracker beyond loopback has."""
+    advertise: str | None = None
+    """URL or `host[:port]` for lines for joining; None: made from the address that it listens on."""
     key_path: Path | None = None
     """Ed25519 key that signs tickets; None: `tracker.key` in the state directory, made where it is missing."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)
@@ -62,6 +67,9 @@ class GatewayOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Keys that clients must send; empty: everybody who reaches the listener may use it (loopback only)."""
     insecure_plain_http: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """PEM files of the public listener; both, or none."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)
 
 
@@ -88,7 +96,9 @@ class NodeOptions:
     threads: int = 0
     """Compute threads of the engine; 0: as the engine thinks right."""
     advertise_url: str | None = None
-    """URL that others reach this Node by; None: made from host and port."""
+    """URL, or `host[:port]`, that others reach this Node by; None: made from host and port."""
+    join: str | None = field(default=None, repr=False)
+    """Line by which it joins a cluster with keys: HTTPS, a certificate, and the credential from there."""
     identity_path: Path | None = None
     """Ed25519 key of this Node; None: a fresh identity for this run."""
     inline: bool = False

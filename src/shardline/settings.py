@@ -109,6 +109,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     # Routes.
     ticket_ttl_s: float = 30.0
     """A ticket of the Tracker opens a session for so long."""
+    # Cluster keys.
+    certificate_s: float = 86400.0
+    """Life of a certificate in a cluster with keys; heartbeats renew it from half of that on."""
+    certificate_grace_s: float = 604800.0
+    """A Node whose certificate has ended may still renew it for so long; then it must join anew."""
+    invitation_s: float = 86400.0
+    """A line for joining works once, for so long."""
     # Engine worker.
     worker_restarts: int = 5
     """How often a Node starts its engine again."""

@@ -95,7 +95,7 @@ def test_help_imports_nothing_heavy() -> None:
         (("gateway", "--host", "0.0.0.0", "--insecure-plain-http"), 2, "What to do: Give --api-keys FILE"),
         (("serve", "--host", "0.0.0.0", "--port", "0"), 2, "--insecure-plain-http"),
         (("serve", "--host", "0.0.0.0", "--insecure-plain-http"), 2, "What to do: Give --api-keys FILE"),
-        (("tracker", "--host", "0.0.0.0", "--port", "0"), 2, "--insecure-plain-http"),
+        (("node", "--host", "0.0.0.0", "--model", __file__), 2, "--insecure-plain-http"),
     ],
 )
 def test_a_failure_is_a_sentence_with_an_exit_code(arguments: tuple[str, ...], code: int, words: str) -> None:

@@ -30,7 +30,7 @@ from shardline.transport.addresses import (
 )
 def test_one_function_makes_urls(host: str, url: str) -> None:
     assert make_url("http", host, 80, "/x") == url
-    assert split_url(url)[1:] == (host.strip("[]"), 80, "/x")
+    assert split_url(url)[1:] == (host.strip("[]"), 80, "/x", None)
 
 
 @given(st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6)), st.integers(1, 65535))
@@ -82,8 +82,8 @@ def test_refused_urls(url: str) -> None:
 
 
 def test_ports_and_paths_by_default() -> None:
-    assert split_url("http://host") == ("http", "host", 80, "/")
-    assert split_url("https://host?q=1") == ("https", "host", 443, "/?q=1")
+    assert split_url("http://host") == ("http", "host", 80, "/", None)
+    assert split_url("https://host?q=1") == ("https", "host", 443, "/?q=1", None)
     assert host_port("::1", 5) == "[::1]:5"
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,11 +57,16 @@ ADVICE = {
 class Endpoint:
     """One process that answers HTTP: the Gateway or the Tracker, as `who` says in messages."""
 
-    def __init__(self, who: str, url: str, secret: str) -> None:
+    def __init__(self, who: str, url: str, secret: str, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: of a cluster with keys, where whoever answers must be that cluster's Tracker."""
+        self._tls = tls
         self.who = who
         self.url = url
         self._parts: Url = split_url(url)
         self._secret = secret
+
+    def post(self, path: str) -> Any:
+        return self._json("POST", path, None)
 
     def get(self, path: str) -> Any:
         return self._json("GET", path, None)
@@ -93,8 +100,7 @@ class Endpoint:
         self, method: str, path: str, body: dict[str, Any] | None, silence_s: float
     ) -> Iterator[http.client.HTTPResponse]:
         """Send one request; yields the response if its status is below 400, raises the error object otherwise."""
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.host, self._parts.port, timeout=CONNECT_S)
+        connection = self._connection()
         headers = {"Shardline-Protocol": str(PROTOCOL)}
         if self._secret:
             headers["Authorization"] = f"Bearer {self._secret}"
@@ -107,6 +113,7 @@ class Endpoint:
                 connection.connect()
             except OSError as error:
                 raise self._unreachable(error) from None
+            self._check_party(connection.sock)
             connection.sock.settimeout(silence_s)
             connection.request(method, self._parts.target.rstrip("/") + path, payload, headers)
             response = connection.getresponse()
@@ -127,6 +134,20 @@ class Endpoint:
             if response is not None:
                 response.close()
             connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._parts.host, self._parts.port
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=self._tls)
+        return http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+
+    def _check_party(self, sock: socket.socket) -> None:
+        if self._tls is None or not isinstance(sock, ssl.SSLSocket):
+            return
+        from shardline.transport.tls import is_party, parties
+
+        if not is_party(parties(sock.getpeercert()), "tracker"):
+            raise self._foreign("another party of the cluster")
 
     @property
     def _code(self) -> str:

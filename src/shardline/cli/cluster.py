@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli.invocation import Invocation, environment, pass_invocation
-from shardline.cli.roles import ENGINE_HELP, ENGINES
+from shardline.cli.roles import ENGINE_HELP, ENGINES, LISTEN_HELP, tls_options
 from shardline.cli.values import LayerRanges, check_cover, split_evenly
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ class Plan:
     tracker_port: int = 0
     api_keys_file: str | None = None
     insecure_plain_http: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    listen: str | None = None
+    """Where other machines reach the Tracker, over HTTPS; None: nowhere."""
+    advertise: str | None = None
     model: Path | None = None
     ranges: list[tuple[int, int]] = field(default_factory=list)
     """Layers of each Node; none: no Nodes are started."""
@@ -71,7 +76,10 @@ class GlobalFlags:
 def tracker_part(plan: Plan, flags: GlobalFlags) -> Part:
     from shardline.cli.supervisor import Part
 
-    return Part("tracker", (*flags.all, "tracker", "--port", str(plan.tracker_port)), TRACKER_WAVE)
+    arguments = [*flags.all, "tracker", "--port", str(plan.tracker_port)]
+    arguments += ["--listen", plan.listen] if plan.listen else []
+    arguments += ["--advertise", plan.advertise] if plan.advertise else []
+    return Part("tracker", tuple(arguments), TRACKER_WAVE)
 
 
 def gateway_part(plan: Plan, flags: GlobalFlags, tracker_url: str) -> Part:
@@ -80,6 +88,8 @@ def gateway_part(plan: Plan, flags: GlobalFlags, tracker_url: str) -> Part:
     arguments = [*flags.all, "gateway", "--tracker", tracker_url, "--host", plan.host, "--port", str(plan.port)]
     arguments += ["--api-keys", plan.api_keys_file] if plan.api_keys_file else []
     arguments += ["--insecure-plain-http"] if plan.insecure_plain_http else []
+    for flag, path in (("--tls-cert", plan.tls_cert), ("--tls-key", plan.tls_key)):
+        arguments += [flag, str(path)] if path else []
     return Part("gateway", tuple(arguments), GATEWAY_WAVE)
 
 
@@ -142,6 +152,11 @@ class Cluster:
         supervisor.until_ready(self._nodes, within_s=configuration.settings.worker_start_s)
         self.gateway_url = str(gateway.url)
 
+    def on_invitation(self, say: Callable[[str], None]) -> None:
+        """`say` the line for the next machine, now and whenever one was used."""
+        if self._tracker is not None:
+            self._tracker.on_line(say)
+
     def watch(self) -> None:
         """Report each part that ends; return only by the error that the API itself has gone.
 
@@ -179,7 +194,8 @@ class Cluster:
             return child.part.by_hand
         from shardline.transport.addresses import split_url
 
-        return (*self._flags.given, "tracker", "--port", str(split_url(self.tracker_url).port))
+        listen = ("--listen", self._plan.listen) if self._plan.listen else ()
+        return (*self._flags.given, "tracker", "--port", str(split_url(self.tracker_url).port), *listen)
 
 
 @click.command()
@@ -224,18 +240,28 @@ def up(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
 )
 @click.option("--tracker-port", type=click.IntRange(0, 65535), default=7070, show_default=True, help="0: any free one.")
+@click.option("--listen", metavar="ADDRESS", help=LISTEN_HELP)
+@click.option(
+    "--advertise", metavar="HOST[:PORT]", help="What the line for joining names, where it is another address."
+)
 @click.option("--api-keys", "api_keys_file", metavar="FILE", help="Keys that clients must send, one a line.")
+@tls_options
 @click.option("--insecure-plain-http", is_flag=True, help="Allow a --host beyond loopback, over unencrypted HTTP.")
 @pass_invocation
 def serve(invocation: Invocation, /, **flags: Any) -> None:
     """Run a Tracker and a Gateway, as two processes.
 
-    Nodes of this and of other machines join them: `shardline node --tracker URL --model PATH`.
+    Nodes of this machine join with `shardline node --tracker URL --model PATH`. With --listen ADDRESS other machines
+    join, each by a line that is printed here.
     """
 
     def ready(cluster: Cluster) -> None:
         click.echo(f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}")
         own = shlex.join((command_name(), *invocation.finding_arguments()))
+        if flags["listen"]:
+            click.echo(f"Another line for joining: {own} invite\nCtrl-C ends both.")
+            cluster.on_invitation(lambda line: click.echo(invitation_text(line)))
+            return
         click.echo(f"Add Nodes: {own} node --tracker {cluster.tracker_url} --model PATH\nCtrl-C ends both.")
 
     run_cluster(invocation, Plan(**flags), ready, command="serve")
@@ -286,6 +312,13 @@ def demo(
             print_usage(cluster, name)
 
     run_cluster(invocation, plan, ask, command="demo", once=once)
+
+
+def invitation_text(line: str) -> str:
+    """The line for the next machine, alone on its line."""
+    from shardline.cli.process import join_command
+
+    return f"\nOn the next machine (it works once; add --model PATH):\n  {join_command(line)}"
 
 
 def planned(
@@ -382,10 +415,13 @@ def check_start(plan: Plan, configuration: Configuration, *, by_make: bool = Fal
 
     check_room(configuration.state_dir)
     credential = credential_of(configuration)  # Made here, once, so that no two parts race for it.
-    check_listener(plan.host, insecure_plain_http=plan.insecure_plain_http, credential=credential)
-    gateway_keys(plan.host, plan.insecure_plain_http, configuration)
+    if plan.tls_cert is None:
+        check_listener(plan.host, insecure_plain_http=plan.insecure_plain_http, credential=credential)
+        if plan.insecure_plain_http:
+            click.echo(f"WARNING: {plan.host} is served over plain HTTP: whoever is on the way reads it.", err=True)
+    gateway_keys(plan.host, plan.insecure_plain_http or plan.tls_cert is not None, configuration)
     check_port(plan.host, plan.port, "--port", configuration.clusters, by_make=by_make)
-    check_port("127.0.0.1", plan.tracker_port, "--tracker-port", configuration.clusters)
+    check_port(plan.listen or "127.0.0.1", plan.tracker_port, "--tracker-port", configuration.clusters)
 
 
 def global_flags(invocation: Invocation, configuration: Configuration) -> GlobalFlags:

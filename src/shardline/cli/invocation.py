@@ -88,8 +88,35 @@ def tracker_of(configuration: Configuration) -> Endpoint:
     """The Tracker, with the cluster credential; where there is none yet, without one: looking makes no files."""
     from shardline.cli.client import Endpoint
 
+    if configuration.url("tracker").startswith("https:"):
+        return _keyed_tracker(configuration)
     known = configuration.credential_path.exists() or configuration.places.credential_file
     return Endpoint("Tracker", configuration.url("tracker"), credential_of(configuration) if known else "")
+
+
+def _keyed_tracker(configuration: Configuration) -> Endpoint:
+    """The Tracker of a cluster with keys: as its operator on its own machine, elsewhere as a Node that joined here."""
+    import time
+
+    from shardline.cli.client import Endpoint
+    from shardline.transport.authority import AUTHORITY_FILE, OPERATOR, Authority
+    from shardline.transport.membership import OwnMembership, joined_folders, kept_in, kept_membership
+
+    url = configuration.url("tracker").rstrip("/")
+    path = configuration.state_dir / AUTHORITY_FILE
+    if path.exists():
+        own = OwnMembership(Authority.made(path, time.time()), OPERATOR, configuration.settings, [])
+        return Endpoint("Tracker", url, credential_of(configuration), own.tls.client)
+    for folder in joined_folders(configuration.state_dir, url):
+        kept = kept_in(folder)
+        if kept is not None:
+            return Endpoint("Tracker", url, kept.credential, kept_membership(folder, kept).tls.client)
+    raise ShardlineError(
+        "setting_invalid",
+        f"{url} is of a cluster with keys, and {configuration.state_dir} has none of it",
+        advice="Ask on the machine of the Tracker, or where a Node has joined it (--state-dir FOLDER).",
+        param="tracker",
+    )
 
 
 def gateway_of(configuration: Configuration) -> Endpoint:

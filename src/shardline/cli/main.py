@@ -15,6 +15,7 @@ from shardline import __version__
 from shardline.cli.chat import chat
 from shardline.cli.cluster import demo, serve, up
 from shardline.cli.cuts import cuts
+from shardline.cli.invite import invite
 from shardline.cli.invocation import Invocation
 from shardline.cli.listings import config, nodes, routes, sessions
 from shardline.cli.roles import gateway, node, tracker
@@ -77,7 +78,7 @@ def cli(
     context.obj = Invocation(config, assignments, flags, supervised, debug)
 
 
-for _command in (up, demo, chat, nodes, sessions, routes, tracker, gateway, serve, node, cuts, split, config):
+for _command in (up, demo, chat, nodes, sessions, routes, tracker, gateway, serve, node, invite, cuts, split, config):
     cli.add_command(_command)
 
 

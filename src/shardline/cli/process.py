@@ -72,11 +72,18 @@ def in_words(phase: str, facts: dict[str, Any]) -> str:
     """`loading 12/30`, `listening on http://…`: an announcement as a person reads it."""
     if phase == "listening":
         return f"listening on {facts.get('url', '?')}"
+    if phase == "inviting":
+        return f"to join from another machine:\n  {join_command(str(facts.get('line', '?')))}"
     if phase == "loading" and "total" in facts:
         return f"loading {_share(int(facts.get('done', 0)), int(facts['total']))}"
     if phase == "testing":
         return "testing its layers"
     return phase
+
+
+def join_command(line: str) -> str:
+    """What a person pastes on the next machine; which model it serves is said there, behind it."""
+    return f"shardline node --join '{line}'"
 
 
 def _share(done: int, total: int) -> str:

@@ -21,6 +21,7 @@ ENGINES = ("torch", "scripted")
 TRACKER_KEY = "tracker.key"
 """Name in the state folder."""
 ENGINE_HELP = "What computes; `scripted` runs no model, for tests."
+LISTEN_HELP = "Let other machines join: HTTPS with the cluster's keys, as 0.0.0.0; prints the line for the next one."
 Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions)
 
 
@@ -41,31 +42,60 @@ def listener(port: int, port_help: str) -> Callable[[Callable[..., Any]], Callab
     return add
 
 
+def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The flags of a listener for clients, with a certificate that they know."""
+    file = click.Path(path_type=Path)
+    for option in (
+        click.option("--tls-key", type=file, metavar="FILE", help="Its private key (PEM)."),
+        click.option(
+            "--tls-cert", type=file, metavar="FILE", help="Serve the API over HTTPS: certificate chain (PEM)."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @click.command()
 @listener(7070, "Port to listen on; 0: any free one.")
+@click.option("--listen", metavar="ADDRESS", help=LISTEN_HELP)
+@click.option("--advertise", metavar="HOST[:PORT]", help="What lines for joining name, where it is another address.")
 @click.option(
     "--key", "key_path", type=click.Path(path_type=Path), help="Key that signs tickets [default: in the state folder]."
 )
 @pass_invocation
-def tracker(invocation: Invocation, host: str, port: int, insecure_plain_http: bool, key_path: Path | None) -> None:
+def tracker(
+    invocation: Invocation,
+    /,
+    host: str,
+    port: int,
+    insecure_plain_http: bool,
+    listen: str | None,
+    advertise: str | None,
+    key_path: Path | None,
+) -> None:
     """Run the Tracker of a cluster.
 
-    It knows the Nodes, tells new ones which layers to take, and picks the route of each session.
+    It knows the Nodes, tells new ones which layers to take, and picks the route of each session. With --listen other
+    machines may join: it prints the line for the next one.
     """
     from shardline.tracker.run import run
+    from shardline.transport.addresses import is_loopback
 
     configuration = invocation.configuration()
+    keys = listen is not None or not (insecure_plain_http or is_loopback(host))
     _run(
         invocation,
         "tracker",
         configuration,
         lambda announce: TrackerOptions(
             settings=configuration.settings,
-            host=host,
+            host=listen or host,
             port=port,
             credential=credential_of(configuration),
             state_dir=configuration.state_dir,
             insecure_plain_http=insecure_plain_http,
+            keys=keys,
+            advertise=advertise,
             key_path=_with_room(key_path or configuration.state_dir / TRACKER_KEY),
             announce=announce,
         ),
@@ -76,16 +106,20 @@ def tracker(invocation: Invocation, host: str, port: int, insecure_plain_http: b
 @click.command()
 @click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
 @click.option("--api-keys", "api_keys_file", metavar="FILE", help="Keys that clients must send, one a line.")
+@tls_options
 @listener(8080, "Port of the OpenAI API; 0: any free one.")
 @pass_invocation
 def gateway(
     invocation: Invocation,
     /,
+    *,
     tracker_url: str | None,
     api_keys_file: str | None,
     host: str,
     port: int,
     insecure_plain_http: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
 ) -> None:
     """Run a Gateway of a cluster.
 
@@ -105,8 +139,10 @@ def gateway(
             port=port,
             credential=credential_of(configuration),
             state_dir=configuration.state_dir,
-            api_keys=gateway_keys(host, insecure_plain_http, configuration),
+            api_keys=gateway_keys(host, insecure_plain_http or tls_cert is not None, configuration),
             insecure_plain_http=insecure_plain_http,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
             announce=announce,
         ),
         run,
@@ -134,7 +170,10 @@ def gateway(
     "--context-length", type=click.IntRange(1), help="Longest sequence [default: what the model was trained for]."
 )
 @click.option("--content-id", help="Refuse to serve a model with another digest.")
-@click.option("--advertise", "advertise_url", metavar="URL", help="URL by which others reach this Node.")
+@click.option("--join", "line", metavar="LINE", help="Join a cluster of other machines by the line that it printed.")
+@click.option(
+    "--advertise", "advertise_url", metavar="URL", help="URL, or HOST[:PORT], by which others reach this Node."
+)
 @click.option(
     "--identity",
     "identity_path",
@@ -149,6 +188,7 @@ def node(
     /,
     *,
     tracker_url: str | None,
+    line: str | None,
     layers: tuple[int, int] | None,
     host: str,
     insecure_plain_http: bool,
@@ -157,11 +197,17 @@ def node(
 ) -> None:
     """Run a Node: some layers of a model.
 
-    It loads the layers, tests them, tells the Tracker, and computes them for sessions.
+    It loads the layers, tests them, tells the Tracker, and computes them for sessions. With --join it listens where
+    the Tracker reaches it, if no --host is given.
     """
     from shardline.node.run import run
 
+    if line is not None and tracker_url is not None:
+        raise click.UsageError("--join names the Tracker: leave --tracker out")
     configuration = invocation.configuration(tracker=tracker_url)
+    tracker_url = _joined_url(line) if line is not None else configuration.url("tracker")
+    if line is not None and _is_default("host"):
+        host = _host_towards(tracker_url)
     first, last = layers if layers is not None else (None, None)
     _run(
         invocation,
@@ -169,10 +215,12 @@ def node(
         configuration,
         lambda announce: NodeOptions(
             settings=configuration.settings,
-            tracker_url=configuration.url("tracker"),
+            tracker_url=tracker_url,
             host=host,
-            credential=credential_of(configuration),
-            state_dir=configuration.state_dir,
+            # A Node that joins is told the credential.
+            credential=credential_of(configuration) if line is None else "",
+            join=line,
+            state_dir=_writable(configuration.state_dir) if line is not None else configuration.state_dir,
             first=first,
             last=last,
             insecure_plain_http=insecure_plain_http,
@@ -185,6 +233,35 @@ def node(
     )
 
 
+def _joined_url(line: str) -> str:
+    """The Tracker that a line for joining names; raises `setting_invalid`."""
+    from shardline.transport.join import join_line
+
+    return join_line(line).tracker
+
+
+def _host_towards(url: str) -> str:
+    """The address of this machine that reaches what is at `url`."""
+    from shardline.transport.addresses import address_towards, split_url
+
+    parts = split_url(url)
+    return address_towards(parts.host, parts.port)
+
+
+def _is_default(name: str) -> bool:
+    """Whether nobody gave this flag of the running command."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.DEFAULT
+
+
+def _writable(folder: Path) -> Path:
+    """`folder`, into which a membership will be written; raises `state_unwritable` before a token is spent."""
+    from shardline.cli.state import check_room
+
+    check_room(folder)
+    return folder
+
+
 def _with_room(path: Path) -> Path:
     """`path`, which the role will make where it is not there; raises `state_unwritable` where it could not."""
     from shardline.cli.state import check_room_for
@@ -193,12 +270,12 @@ def _with_room(path: Path) -> Path:
     return path
 
 
-def gateway_keys(host: str, insecure_plain_http: bool, configuration: Configuration) -> tuple[str, ...]:
+def gateway_keys(host: str, allowed: bool, configuration: Configuration) -> tuple[str, ...]:
     """The keys that clients must send; a Gateway that strangers reach and that asks for none is refused by name."""
     from shardline.transport.addresses import is_loopback
 
     keys = configuration.api_keys()
-    if insecure_plain_http and not keys and not is_loopback(host):
+    if allowed and not keys and not is_loopback(host):
         why = f"{host} can be reached from other machines, and this Gateway would ask nobody for a key"
         raise ShardlineError("insecure_listener", why, advice="Give --api-keys FILE, or bind to loopback (no --host).")
     return keys

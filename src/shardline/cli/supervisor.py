@@ -59,6 +59,14 @@ class Child:
         self.url: str | None = None
         self.started = time.monotonic()
         self._unread = b""
+        self._line = ""
+        self._on_line: Callable[[str], None] | None = None
+
+    def on_line(self, say: Callable[[str], None]) -> None:
+        """`say` the last line for joining that the part announced, and each that follows."""
+        self._on_line = say
+        if self._line:
+            say(self._line)
 
     @property
     def ended(self) -> bool:
@@ -89,6 +97,12 @@ class Child:
             said = json.loads(line)
             phase = said.pop("phase")
         except (ValueError, KeyError, AttributeError, TypeError):
+            return False
+        if phase == "inviting":
+            # News for people, and no phase of the part's life.
+            self._line = str(said.get("line", ""))
+            if self._on_line is not None:
+                self._on_line(self._line)
             return False
         self.phase = str(phase)
         self.facts = said

@@ -7,6 +7,9 @@ Shown by tests/cluster/.
 from __future__ import annotations
 
 import asyncio
+import secrets
+import ssl
+import time
 
 import structlog
 
@@ -20,10 +23,13 @@ from shardline.gateway.template import Templates
 from shardline.gateway.text import TextStore
 from shardline.options import GatewayOptions
 from shardline.telemetry.records import Records
-from shardline.transport.addresses import is_loopback
+from shardline.transport.addresses import is_loopback, split_url
+from shardline.transport.authority import AUTHORITY_FILE, Authority
 from shardline.transport.carrier import HttpCarrier
 from shardline.transport.http_client import HttpClient
-from shardline.transport.http_server import HttpServer, bind, check_listener
+from shardline.transport.http_server import HttpServer, bind, check_listener, warn_of_plain_http
+from shardline.transport.membership import OwnMembership
+from shardline.transport.tls import public_tls
 from shardline.transport.tracker_client import TrackerClient
 
 log = structlog.get_logger(__name__)
@@ -32,12 +38,17 @@ log = structlog.get_logger(__name__)
 async def run(options: GatewayOptions) -> None:
     """Serve until cancelled. Raises what a person can correct: `address_in_use`, `insecure_listener` …"""
     settings = options.settings
-    check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+    public = _public_tls(options)
+    if public is None:
+        check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+        warn_of_plain_http(options.host)
+    own = _cluster_keys(options)
     keys = ApiKeys.from_lines(options.api_keys)
     if not is_loopback(options.host) and not len(keys):
         raise ShardlineError("insecure_listener", "a Gateway beyond loopback needs API keys: give --api-keys FILE")
     sock = bind(options.host, options.port)
-    client = HttpClient(settings, credential=options.credential, part="the Gateway")
+    tls = None if own is None else own.tls
+    client = HttpClient(settings, credential=options.credential, tls=tls, part="the Gateway")
     try:
         async with (
             TextStore(options.state_dir / "text", client, settings) as texts,
@@ -63,8 +74,11 @@ async def run(options: GatewayOptions) -> None:
                 settings=settings,
                 metrics=lambda: metrics.text(generations.running),
             )
-            server = HttpServer(app.asgi(), sock=sock, settings=settings, drain=generations.drain, lifespan="off")
+            server = HttpServer(
+                app.asgi(), sock=sock, settings=settings, drain=generations.drain, lifespan="off", tls=public
+            )
             running = tasks.create_task(generations.run())
+            renewing = [] if own is None else [tasks.create_task(own.renew())]
             await server.start()
             options.announce("listening", url=server.url, tracker=options.tracker_url)
             tasks.create_task(_look_for(tracker, options.tracker_url))
@@ -74,10 +88,36 @@ async def run(options: GatewayOptions) -> None:
             finally:
                 options.announce("draining", sessions=generations.running)
                 await server.stop(settings.drain_s + 2.0)
-                running.cancel()
+                for task in (running, *renewing):
+                    task.cancel()
     finally:
         sock.close()
         await client.aclose()
+
+
+def _public_tls(options: GatewayOptions) -> ssl.SSLContext | None:
+    """What clients speak to, where the operator gave a certificate."""
+    if options.tls_cert is None and options.tls_key is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        raise ShardlineError("setting_invalid", "--tls-cert and --tls-key go together", param="tls_cert")
+    return public_tls(options.tls_cert, options.tls_key)
+
+
+def _cluster_keys(options: GatewayOptions) -> OwnMembership | None:
+    """The certificate of this Gateway, in a cluster with keys: made here, by the authority in the state folder."""
+    if split_url(options.tracker_url).scheme != "https":
+        return None
+    path = options.state_dir / AUTHORITY_FILE
+    if not path.exists():
+        raise ShardlineError(
+            "setting_invalid",
+            f"{options.tracker_url} is of a cluster with keys, whose authority is not in {options.state_dir}",
+            advice="Run the Gateway on the machine of the Tracker, with its state folder (shardline serve does).",
+            param="tracker",
+        )
+    party = f"gateway-{secrets.token_hex(8)}"
+    return OwnMembership(Authority.made(path, time.time()), party, options.settings, [])
 
 
 async def _look_for(tracker: TrackerClient, url: str) -> None:

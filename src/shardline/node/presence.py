@@ -18,6 +18,7 @@ from shardline.node.info import Identity
 from shardline.settings import Settings
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
+from shardline.transport.membership import Membership
 from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.messages import (
     Heartbeat,
@@ -65,7 +66,9 @@ class Presence:
         client: HttpClient,
         info: Callable[[], NodeInfo],
         settings: Settings,
+        membership: Membership | None = None,
     ) -> None:
+        self._membership = membership
         self._identity = identity
         self._tracker = tracker
         self._client = client
@@ -158,6 +161,8 @@ class Presence:
             if self._answer is not None:
                 answer = await self._tracker.heartbeat(self.node_id, self._statement(self._answer))
                 self._peers = answer.peers[:8]
+                if answer.certificate is not None and self._membership is not None:
+                    self._membership.renewed(answer.certificate)
 
     def _statement(self, known: RegisterAnswer) -> Signed:
         """The next heartbeat, signed. Probes are told once: told again, they would pass for newer than they are."""
@@ -170,6 +175,7 @@ class Presence:
             info=self._info(),
             peers=probes,
             leaving=self._leaving,
+            csr=None if self._membership is None else self._membership.renewal(time.time()),
         )
         return Signed(statement=sign(self._identity.key, "heartbeat", beat))
 

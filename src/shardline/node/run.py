@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from dataclasses import replace
 
 import psutil
 import structlog
@@ -25,12 +26,14 @@ from shardline.node.plan import ModelFacts, inspect_model, kv_capacity
 from shardline.node.presence import Presence
 from shardline.options import NodeOptions
 from shardline.settings import Settings
-from shardline.transport.addresses import make_url
+from shardline.transport.addresses import advertised_url
 from shardline.transport.carrier import HttpCarrier
 from shardline.transport.credentials import identity_key
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
-from shardline.transport.http_server import HttpServer, bind, check_listener
+from shardline.transport.http_server import HttpServer, bind, check_listener, warn_of_plain_http
+from shardline.transport.join import join_line, joined
+from shardline.transport.membership import Membership
 from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.messages import NodeInfo, PlacementRequest
 from shardline.wire.tickets import node_id_of, public_bytes
@@ -43,19 +46,39 @@ _STOP_S = 1.0
 
 async def run(options: NodeOptions) -> None:
     """Serve one Shard until cancelled. Raises `ShardlineError` for what its operator must correct."""
-    settings = options.settings
-    check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+    if options.join is None:
+        check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+        warn_of_plain_http(options.host)
     sock = bind(options.host, options.port)
-    client = HttpClient(settings, credential=options.credential, part="the Node")
+    try:
+        if options.join is None:
+            await _run(options, sock, identity_key(options.identity_path), None)
+            return
+        # A model that cannot be served is told before the token is spent.
+        await asyncio.to_thread(inspect_model, options)
+        line = join_line(options.join)
+        state_dir, identity = options.state_dir, options.identity_path
+        async with joined(line, state_dir=state_dir, settings=options.settings, identity_path=identity) as member:
+            credential = member.membership.credential
+            known = replace(options, tracker_url=line.tracker, credential=credential)
+            await _run(known, sock, member.key, member.membership)
+    finally:
+        sock.close()
+
+
+async def _run(
+    options: NodeOptions, sock: socket.socket, key: Ed25519PrivateKey, membership: Membership | None
+) -> None:
+    """`membership`: of a Node in a cluster with keys."""
+    tls = None if membership is None else membership.tls
+    client = HttpClient(options.settings, credential=options.credential, tls=tls, part="the Node")
     try:
         tracker = TrackerClient(client, options.tracker_url)
         facts = await asyncio.to_thread(inspect_model, options)
-        key = identity_key(options.identity_path)
         first, last = await _layers(options, facts, tracker, key)
-        node = _Node(options, facts, first, last, client, tracker, key)
+        node = _Node(options, facts, first, last, client, tracker, key, membership)
         await node.serve(sock)
     finally:
-        sock.close()
         await client.aclose()
 
 
@@ -107,8 +130,10 @@ class _Node:
         client: HttpClient,
         tracker: TrackerClient,
         key: Ed25519PrivateKey,
+        membership: Membership | None,
     ) -> None:
         self._options = options
+        self._membership = membership
         self._settings: Settings = options.settings
         self._facts = facts
         self._client = client
@@ -141,8 +166,10 @@ class _Node:
 
     async def serve(self, sock: socket.socket) -> None:
         """Everything at work, until cancelled; then the goodbye, in order."""
-        url = self._options.advertise_url or make_url("http", *sock.getsockname()[:2])
-        identity = Identity(key=self._key, url=url.rstrip("/"))
+        scheme = "http" if self._membership is None else "https"
+        host, port = sock.getsockname()[:2]
+        url = advertised_url(self._options.advertise_url, scheme, host, port)
+        identity = Identity(key=self._key, url=url)
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._serve(sock, identity, tasks)
@@ -165,7 +192,14 @@ class _Node:
         def info() -> NodeInfo:
             return node_info(host, identity, self._planned, settings)
 
-        presence = Presence(identity=identity, tracker=self._tracker, client=self._client, info=info, settings=settings)
+        presence = Presence(
+            identity=identity,
+            tracker=self._tracker,
+            client=self._client,
+            info=info,
+            settings=settings,
+            membership=self._membership,
+        )
         app = NodeApp(
             host=host,
             identity=identity,
@@ -176,8 +210,9 @@ class _Node:
         )
         host.on_change = lambda: self._state_changed(host, presence)
         self._engine.on_progress = lambda done, total: options.announce("loading", done=done, total=total)
+        tls = None if self._membership is None else self._membership.tls.server()
         server = HttpServer(
-            node_app(app, options.credential), sock=sock, settings=settings, lifespan="off", direct=app.steps
+            node_app(app, options.credential), sock=sock, settings=settings, lifespan="off", direct=app.steps, tls=tls
         )
         await server.start()
         options.announce("listening", url=identity.url, node=identity.node_id, model=self._facts.name)

@@ -107,8 +107,8 @@ def check_fresh(registration: Registration, nonces: NonceBook, now: float, unix_
         raise refused(f"the clocks of Node and Tracker differ by {skew:.0f} s, more than {CLOCK_SKEW_S:.0f} s allow")
 
 
-def check_url(url: str, *, loopback_ok: bool) -> None:
-    """Only scheme, host and port, and no address that nobody may make the Tracker call.
+def check_url(url: str, *, loopback_ok: bool, keys: bool = False) -> None:
+    """Only scheme, host and port, and no address that nobody may make the Tracker call; https in a cluster with `keys`.
 
     A host name is judged again by the address that it resolves to, before it is dialled.
     """
@@ -118,6 +118,8 @@ def check_url(url: str, *, loopback_ok: bool) -> None:
         raise refused(f"url: {error.message}") from None
     if make_url(parts.scheme, parts.host, parts.port) != url:
         raise refused(f"url {url!r:.200} must be scheme, host and port, and nothing else (http://host:port)")
+    if keys and parts.scheme != "https":
+        raise refused(f"url {url!r:.200}: the Nodes of a cluster with keys speak https: join it (node --join)")
     check_callable_address(parts.host, loopback_ok=loopback_ok)
 
 

@@ -17,20 +17,32 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Path
 from starlette.routing import Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline.errors import ShardlineError
+from shardline.tracker.enrolment import Enrolment
 from shardline.tracker.state import TrackerState
+from shardline.transport.authority import OPERATOR
 from shardline.transport.bodies import read_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary
-from shardline.wire.messages import Outcome, PlacementRequest, RouteRequest, Signed
+from shardline.transport.guard import PARTIES
+from shardline.transport.tls import is_party
+from shardline.wire.messages import JoinRequest, Outcome, PlacementRequest, RouteRequest, Signed
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 T = TypeVar("T")
 
 
-def create_app(state: TrackerState, credential: str) -> ASGIApp:
-    """The ASGI application of one Tracker. Its lifespan runs the expiry of silent Nodes."""
+JOINING = frozenset({"/v1/cluster/ca", "/v1/join"})
+"""What a stranger may ask, who has no certificate and no credential yet."""
+OPEN = JOINING | {"/healthz"}
+
+
+def create_app(state: TrackerState, credential: str, enrolment: Enrolment | None = None) -> ASGIApp:
+    """The ASGI application of one Tracker. Its lifespan runs the expiry of silent Nodes.
+
+    `enrolment`: of a cluster with keys, whose parties show certificates.
+    """
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
@@ -40,8 +52,10 @@ def create_app(state: TrackerState, credential: str) -> ASGIApp:
             watch.cancel()
 
     endpoints = _Endpoints(state)
+    joining = [] if enrolment is None else _joining(enrolment, endpoints)
     router = Router(
         [
+            *joining,
             Path("/healthz", endpoints.healthz),
             Path("/readyz", endpoints.readyz),
             Path("/metrics", endpoints.metrics),
@@ -58,7 +72,49 @@ def create_app(state: TrackerState, credential: str) -> ASGIApp:
         ],
         lifespan=lifespan,
     )
-    return ErrorBoundary(ControlGate(router, credential=credential))
+    if enrolment is None:
+        return ErrorBoundary(ControlGate(router, credential=credential))
+    gate = ControlGate(router, credential=credential, is_open=lambda scope: scope["path"] in OPEN)
+    return ErrorBoundary(_PartiesOnly(gate))
+
+
+class _PartiesOnly:
+    """Lets nobody pass who has shown no certificate of the cluster, but to join."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN and not scope["state"].get(PARTIES):
+            raise ShardlineError(
+                "unauthorized",
+                "no certificate of this cluster was shown",
+                advice="Join first: shardline invite, on the machine of the Tracker, prints how.",
+            )
+        await self._app(scope, receive, send)
+
+
+def _joining(enrolment: Enrolment, endpoints: _Endpoints) -> list[Path]:
+    """The paths of a cluster with keys."""
+
+    async def authority(request: Request) -> Response:
+        return _json(enrolment.authority())
+
+    async def join(request: Request) -> Response:
+        asked = await endpoints.body(request, JoinRequest)
+        client = request.client
+        return _json(enrolment.join(asked, "127.0.0.1" if client is None else client.host, endpoints.model_names()))
+
+    async def invite(request: Request) -> Response:
+        if not is_party(request.scope["state"][PARTIES], OPERATOR):
+            raise ShardlineError("forbidden", "only a command on the machine of the Tracker may invite")
+        return _json(enrolment.invite())
+
+    return [
+        Path("/v1/cluster/ca", authority),
+        Path("/v1/join", join, methods=["POST"]),
+        Path("/v1/invitations", invite, methods=["POST"]),
+    ]
 
 
 class _Endpoints:
@@ -66,6 +122,9 @@ class _Endpoints:
 
     def __init__(self, state: TrackerState) -> None:
         self._state = state
+
+    def model_names(self) -> list[str]:
+        return sorted({known.model for known in self._state.models().models})
 
     async def healthz(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -83,16 +142,16 @@ class _Endpoints:
         return _json(self._state.nodes())
 
     async def register(self, request: Request) -> Response:
-        signed = await self._body(request, Signed)
+        signed = await self.body(request, Signed)
         return _json(await _counted(self._state.metrics.registrations, self._state.register(signed.statement)))
 
     async def heartbeat(self, request: Request) -> Response:
-        signed = await self._body(request, Signed)
+        signed = await self.body(request, Signed)
         work = self._state.heartbeat(request.path_params["node"], signed.statement)
         return _json(await _counted(self._state.metrics.heartbeats, work))
 
     async def leave(self, request: Request) -> Response:
-        signed = await self._body(request, Signed)
+        signed = await self.body(request, Signed)
         self._state.leave(request.path_params["node"], signed.statement)
         return _json(None)
 
@@ -100,10 +159,10 @@ class _Endpoints:
         return _json(self._state.models())
 
     async def placement(self, request: Request) -> Response:
-        return _json(self._state.place(await self._body(request, PlacementRequest)))
+        return _json(self._state.place(await self.body(request, PlacementRequest)))
 
     async def route(self, request: Request) -> Response:
-        asked = await self._body(request, RouteRequest)
+        asked = await self.body(request, RouteRequest)
 
         async def work() -> Any:
             return self._state.route(asked)
@@ -111,7 +170,7 @@ class _Endpoints:
         return _json(await _counted(self._state.metrics.routes, work()))
 
     async def outcome(self, request: Request) -> Response:
-        self._state.outcome(request.path_params["route"], await self._body(request, Outcome))
+        self._state.outcome(request.path_params["route"], await self.body(request, Outcome))
         return _json(None)
 
     async def explain(self, request: Request) -> Response:
@@ -123,7 +182,7 @@ class _Endpoints:
             raise ShardlineError("invalid_value", "kv_tokens is a count of tokens", param="kv_tokens")
         return _json(self._state.explain(model, int(kv_tokens)))
 
-    async def _body(self, request: Request, kind: type[T]) -> T:
+    async def body(self, request: Request, kind: type[T]) -> T:
         limit = self._state.settings.control_body_bytes
         return await read_json(request.receive, request.scope, kind, limit)
 

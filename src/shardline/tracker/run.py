@@ -6,36 +6,75 @@ Owns the order of start and end. Shown by tests/tracker/test_run.py.
 from __future__ import annotations
 
 import asyncio
+import time
 
+from shardline.errors import ShardlineError
 from shardline.options import TrackerOptions
 from shardline.tracker.app import create_app
+from shardline.tracker.enrolment import Enrolment
 from shardline.tracker.state import TrackerState, dial_with
-from shardline.transport.addresses import is_loopback
+from shardline.transport.addresses import advertised_url, is_loopback, make_url, reachable_address
+from shardline.transport.authority import AUTHORITY_FILE, TRACKER, Authority
 from shardline.transport.credentials import identity_key
 from shardline.transport.http_client import HttpClient
-from shardline.transport.http_server import HttpServer, bind, check_listener
+from shardline.transport.http_server import HttpServer, bind, check_listener, warn_of_plain_http
+from shardline.transport.membership import OwnMembership
 
 
 async def run(options: TrackerOptions) -> None:
     """Serve until cancelled. Raises what a person can correct: `address_in_use`, `insecure_listener` …"""
-    settings = options.settings
-    check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+    if not options.keys:
+        check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+        warn_of_plain_http(options.host)
     sock = bind(options.host, options.port)
     try:
         key = identity_key(options.key_path or options.state_dir / "tracker.key")
+        host, port = sock.getsockname()[:2]
+        own, enrolment = _cluster_keys(options, reachable_address(host), port) if options.keys else (None, None)
     except BaseException:
         sock.close()
         raise
+    settings = options.settings
     # Without the credential: whoever is dialled back has proved nothing yet.
-    client = HttpClient(settings, part="the Tracker")
-    state = TrackerState(settings, dial=dial_with(client, settings), loopback=is_loopback(options.host), key=key)
-    server = HttpServer(create_app(state, options.credential), sock=sock, settings=settings)
+    client = HttpClient(settings, part="the Tracker", tls=None if own is None else own.tls)
+    state = TrackerState(
+        settings, dial=dial_with(client, settings), loopback=is_loopback(options.host), key=key, enrolment=enrolment
+    )
+    server = HttpServer(
+        create_app(state, options.credential, enrolment),
+        sock=sock,
+        settings=settings,
+        tls=None if own is None else own.tls.server(strangers=True),
+    )
     try:
-        await server.start()
-        options.announce("listening", url=server.url)
-        options.announce("ready")
-        await asyncio.Event().wait()
+        async with asyncio.TaskGroup() as tasks:
+            await server.start()
+            url = server.url if own is None else make_url("https", reachable_address(host), port)
+            options.announce("listening", url=url)
+            if own is not None and enrolment is not None:
+                tasks.create_task(own.renew())
+                options.announce("inviting", line=enrolment.invite().line)
+            options.announce("ready")
+            await asyncio.Event().wait()
+    except* ShardlineError as group:
+        raise group.exceptions[0] from None
     finally:
         options.announce("draining")
         await server.stop()
         await client.aclose()
+
+
+def _cluster_keys(options: TrackerOptions, host: str, port: int) -> tuple[OwnMembership, Enrolment]:
+    """What a Tracker has that strangers can reach: its own certificate, and the say who else gets one."""
+    settings = options.settings
+    authority = Authority.made(options.state_dir / AUTHORITY_FILE, time.time())
+    url = advertised_url(options.advertise, "https", host, port)
+    enrolment = Enrolment(
+        authority,
+        folder=options.state_dir,
+        url=url,
+        credential=options.credential,
+        settings=settings,
+        announce=lambda line: options.announce("inviting", line=line),
+    )
+    return OwnMembership(authority, TRACKER, settings, [host]), enrolment

@@ -22,6 +22,7 @@ from shardline.settings import PROTOCOL, Settings
 from shardline.tracker import admission
 from shardline.tracker.bounds import check_bounds
 from shardline.tracker.coverage import RETRY_AFTER_S, choose, models
+from shardline.tracker.enrolment import Enrolment
 from shardline.tracker.explain import Explanation, explain
 from shardline.tracker.metrics import TrackerMetrics
 from shardline.tracker.placement import Claims, holdings_of, place
@@ -32,6 +33,7 @@ from shardline.transport.addresses import make_url, resolve_checked, split_url
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
 from shardline.wire.messages import (
+    Heartbeat,
     HeartbeatAnswer,
     ModelList,
     NodeInfo,
@@ -44,6 +46,7 @@ from shardline.wire.messages import (
     RouteRequest,
     TrackerNonce,
 )
+from shardline.wire.tickets import node_id_of
 
 PROOF_BYTES = 64 << 10
 
@@ -81,7 +84,10 @@ def dial_with(client: HttpClient, settings: Settings) -> Dial:
 
 
 class TrackerState:
-    """All that one Tracker knows and does. `loopback`: it listens on loopback, so its Nodes may do so, too."""
+    """All that one Tracker knows and does. `loopback`: it listens on loopback, so its Nodes may do so, too.
+
+    `enrolment`: of a cluster with keys, whose Nodes speak HTTPS and get their next certificates with heartbeats.
+    """
 
     def __init__(
         self,
@@ -92,7 +98,9 @@ class TrackerState:
         key: Ed25519PrivateKey | None = None,
         resolve: Resolve | None = None,
         clock: Clock | None = None,
+        enrolment: Enrolment | None = None,
     ) -> None:
+        self._enrolment = enrolment
         self.settings = settings
         self.loopback = loopback
         self.clock = clock or Clock()
@@ -119,7 +127,7 @@ class TrackerState:
         registration, public_key = admission.open_registration(statement)
         info = registration.info
         admission.check_fresh(registration, self._nonces, self.clock.monotonic(), self.clock.unix())
-        admission.check_url(info.url, loopback_ok=self.loopback)
+        admission.check_url(info.url, loopback_ok=self.loopback, keys=self._enrolment is not None)
         admission.check_info(info)
         await self._settle_identity(info)
         dialled_url = await self._prove(info.url, info.url, public_key)
@@ -158,7 +166,9 @@ class TrackerState:
         try:
             async with asyncio.timeout(self.settings.dial_back_s):
                 host, port = await self._resolve(parts.host, parts.port)
-                dialled = make_url(parts.scheme, host, port)
+                # Others know it by its certificate, so the URL that they get says whose that must be.
+                party = None if self._enrolment is None else node_id_of(public_key)
+                dialled = make_url(parts.scheme, host, port, party=party)
                 proof = await self._answer_from(dialled, url, nonce)
         except TimeoutError:
             raise admission.refused(
@@ -191,7 +201,13 @@ class TrackerState:
             else:
                 self.registry.dialled_back(node_id, fault)
             self.registry.registered(node_id, record.epoch)
-        return HeartbeatAnswer(peers=self.registry.peers(node_id))
+        return HeartbeatAnswer(peers=self.registry.peers(node_id), certificate=self._renewed(record, beat))
+
+    def _renewed(self, record: NodeRecord, beat: Heartbeat) -> str | None:
+        """The next certificate of a Node that asks for one and is not on its way out."""
+        if beat.csr is None or self._enrolment is None or record.leaving:
+            return None
+        return self._enrolment.renew(beat.node, beat.csr, split_url(record.url).host)
 
     def leave(self, node_id: str, statement: str) -> None:
         """A goodbye: a heartbeat with `leaving`, after which nothing more comes."""

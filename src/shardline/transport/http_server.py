@@ -48,6 +48,7 @@ __all__ = [
     "send_body",
     "send_json",
     "serve",
+    "warn_of_plain_http",
 ]
 
 Drain = Callable[[], Awaitable[None]]
@@ -69,6 +70,12 @@ def check_listener(host: str, *, insecure_plain_http: bool, credential: str | No
         raise ShardlineError(
             "insecure_listener", f"{host} can be reached from other machines, and there is no credential"
         )
+
+
+def warn_of_plain_http(host: str) -> None:
+    """Say it at every start of a process that talks unencrypted to other machines."""
+    if not is_loopback(host):
+        log.warning("plain_http_beyond_loopback", host=host, encrypted=False)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -15,7 +15,7 @@ import structlog
 from shardline.settings import Settings
 from shardline.transport.addresses import Url, host_port
 from shardline.transport.connection import Connection
-from shardline.transport.failures import BrokenResponse, ConnectFailed, NotOurPeer, OwnLack, lack
+from shardline.transport.failures import BrokenResponse, ConnectFailed, OwnLack, lack
 from shardline.transport.tls import SHUTDOWN_S, ClusterTls, is_party, party_at, reason
 
 _CLOSE_S = 2.0
@@ -87,9 +87,9 @@ class Pool:
     def _check_origin(self, origin: Origin) -> None:
         """Before anybody is dialled: a cluster with keys speaks to parties it can check, one without to no other."""
         if isinstance(self._tls, ClusterTls) and origin.party is None:
-            raise NotOurPeer(origin.peer, "nobody said which party of the cluster answers there over https")
+            raise ConnectFailed(origin.peer, "nobody said which party of the cluster answers there over https")
         if origin.party is not None and not isinstance(self._tls, ClusterTls):
-            raise NotOurPeer(origin.peer, f"it is {origin.party} of a cluster with keys, and this process has none")
+            raise ConnectFailed(origin.peer, f"it is {origin.party} of a cluster with keys, and this process has none")
 
     def take(self, origin: Origin) -> Connection | None:
         """The idle connection that was used last; None if there is no fresh enough one."""
@@ -124,14 +124,14 @@ class Pool:
         except TimeoutError:
             raise ConnectFailed(origin.peer, f"no connection within the limit connect ({seconds:.3g} s)") from None
         except ssl.SSLError as error:
-            raise NotOurPeer(origin.peer, reason(error)) from None
+            raise ConnectFailed(origin.peer, reason(error)) from None
         except (OSError, UnicodeError) as error:
             raise self._not_connected(origin, error) from None
         finally:
             origin.open -= 1
         if origin.party is not None and not is_party(party_at(transport), origin.party):
             connection.abort()
-            raise NotOurPeer(origin.peer, f"another party of the cluster answers there, not {origin.party}")
+            raise ConnectFailed(origin.peer, f"another party of the cluster answers there, not {origin.party}")
         # Counted here and not when the socket is made: a loop need not tell the end of a connection whose making was
         # cancelled.
         if connection.lost:

@@ -173,6 +173,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     info: NodeInfo
     peers: list[PeerProbe] = []
     leaving: bool = False
+    csr: str | None = None
+    """Cluster with keys: a signing request (base64 of DER) for the Node's next certificate."""
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +186,54 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     peers: list[Peer] = []
+    certificate: str | None = None
+    """PEM, for the key of the heartbeat's signing request."""
+
+
+# Joining a cluster with keys
+
+
+class AuthorityAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/cluster/ca`: to be believed only if its key is what the pin says."""
+
+    certificate: str
+
+
+class JoinClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """Signed by the Node (domain "join"): whoever asks holds the key that its id is made of."""
+
+    pin: str
+    """Of the authority that is asked."""
+    csr: str
+    time: float
+
+
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/join`, with a token, or with a certificate of this cluster that has lapsed lately."""
+
+    public_key: str
+    proof: str
+    """Statement `JoinClaim`."""
+    token: str | None = None
+    certificate: str | None = None
+
+
+class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    certificate: str
+    authority: str
+    credential: str
+    models: list[str] = []
+    """Names of the models that are served, or wait for layers."""
+
+
+class Invitation(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/invitations`, for the operator on the Tracker's machine."""
+
+    line: str
+    """What `node --join` takes: URL, one-time token, pin of the authority."""
+    seconds: float
+    """How long it works."""
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -378,9 +428,9 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened", tag_field=
     reusable_tokens: int | None = None
     """The cache of this session begins with so many tokens of its prompt: whole blocks, less than the prompt. The first
     step may begin there, or below it with the rollback flag. Null: the Node was not asked, or does not know of it."""
-    unused: Literal["off", "engine", "lost"] | None = None
-    """Why it cannot be more than 0: the operator said so, its engine cannot go back, or what was kept was lost just
-    then."""
+    unused: str | None = None
+    """Why it cannot be more than 0: `off` (the operator said so), `engine` (it cannot go back exactly), `lost` (what
+    was kept was lost just then)."""
 
 
 class HopTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,15 +24,15 @@ CONTENT_ID = "mac1-" + "5" * 64
 SIZES = {"kv_tokens": 4096, "rows": 512, "sessions": 9}
 
 
-def spec(folder: Path, first: int, last: int, *, threads: int = 1, **options: Any) -> ShardSpec:
+def spec(folder: Path, first: int, last: int, *, threads: int = 1, source: Path = SMOLLM2, **options: Any) -> ShardSpec:
     """The spec of Shard [first, last) of SmolLM2, whose files are made under `folder` at need."""
     given = {"content_id": CONTENT_ID, **SIZES, **options}
     if (first, last) != (0, LAYERS):
-        model, files = read_model(SMOLLM2), ShardFiles(folder)
+        model, files = read_model(source), ShardFiles(folder)
         given["shard_file"] = str(files.shard(model, CONTENT_ID, first, last))
         if first == 0 or last == LAYERS:
             given["vocabulary_file"] = str(files.vocabulary(model, CONTENT_ID))
-    return ShardSpec(str(SMOLLM2), first, last, threads=threads, options=given)
+    return ShardSpec(str(source), first, last, threads=threads, options=given)
 
 
 def entry(

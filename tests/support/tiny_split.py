@@ -28,6 +28,7 @@ from shardline.errors import ShardlineError
 from shardline.formats import architectures
 from shardline.formats.cuts import Cuts, Part, cuts_of
 from shardline.formats.gguf_files import GGUFModel, read_model
+from shardline.formats.shard_gguf import plan_shard
 from shardline.model.backend import BackendEntry, ShardSpec
 from shardline.model.llama_backend import LlamaBackend
 from shardline.model.llama_shard import load
@@ -50,6 +51,8 @@ class Record:
     """What the product's table promises: exact, close, unproven."""
     refused: dict[int, str] = field(default_factory=dict)
     """Positions that the product refuses, with its reason."""
+    cut_anyway: list[int] = field(default_factory=list)
+    """Positions among these at which the product makes both parts all the same."""
     cuts: list[tuple[int, ...]] = field(default_factory=list)
     whole: float | None = None
     """Logits of the whole model in the product's backend."""
@@ -84,6 +87,7 @@ def compare(model: TinyModel, folder: Path) -> Record:
     expected = unsplit(path, calls, cuts, model.sequences)
     with _Loaded(source, (0, cuts.n_layers), None, model.sequences) as whole:
         record.whole = max(_run_chain([whole], call, e)[1] for call, e in zip(calls, expected, strict=True))
+    record.cut_anyway = [p for p in record.refused if cuts_at(source, p)]
     files = ShardFiles(folder / "shards")
     for cut in model.chains:
         parts = list(pairwise((0, *cut, cuts.n_layers)))
@@ -99,6 +103,16 @@ def compare(model: TinyModel, folder: Path) -> Record:
     record.residual_size = max(float(np.abs(rows).max()) for e in expected for rows in e.residuals.values() or [[0]])
     record.logits_size = max(float(np.abs(e.logits).max()) for e in expected)
     return record
+
+
+def cuts_at(source: GGUFModel, position: int) -> bool:
+    """Whether the product plans both parts of a cut in two."""
+    try:
+        plan_shard(source, 0, position, content_id=CONTENT_ID)
+        plan_shard(source, position, cuts_of(source.header).n_layers, content_id=CONTENT_ID)
+    except ShardlineError:
+        return False
+    return True
 
 
 def unsplit(path: Path, calls: Sequence[Call], cuts: Cuts, sequences: int) -> list[Expected]:
@@ -167,9 +181,7 @@ def _run_chain(parts: Sequence[LlamaBackend], call: Call, expected: Expected) ->
         if not part.describe().is_tail:
             hidden = [tuple(bytes(rows) for rows in output.hidden) for output in outputs]
             found = np.concatenate([np.frombuffer(rows[0], np.float32) for rows in hidden])
-            wanted = expected.residuals.get(part.describe().last)
-            if wanted is not None:
-                residual = max(residual, difference(found, wanted.ravel()))
+            residual = max(residual, difference(found, expected.residuals[part.describe().last].ravel()))
     logits = np.stack([np.asarray(output.logits) for output in outputs])
     return residual, difference(logits, expected.logits)
 
@@ -179,6 +191,14 @@ def difference(found: np.ndarray, wanted: np.ndarray) -> float:
     if not (np.isfinite(found).all() and np.isfinite(wanted).all()):
         return float("inf")
     return float(np.abs(found - wanted).max())
+
+
+def read_record(line: bytes | str) -> Record:
+    record = Record(**json.loads(line))
+    # JSON has neither tuples nor numbers as keys.
+    record.cuts = [tuple(cut) for cut in record.cuts]
+    record.refused = {int(position): reason for position, reason in record.refused.items()}
+    return record
 
 
 def in_own_process(model: TinyModel, rules: Mapping[str, Any] | None = None) -> Record:
@@ -204,7 +224,7 @@ def in_own_process(model: TinyModel, rules: Mapping[str, Any] | None = None) -> 
         os.close(reader)
         _, status = os.waitpid(child, 0)
         if answer:
-            return Record(**json.loads(answer))
+            return read_record(answer)
         said.seek(0)
         words = said.read().decode(errors="replace").strip().splitlines()
         return Record(

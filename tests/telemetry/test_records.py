@@ -62,7 +62,7 @@ def test_the_first_event_is_there_before_anything_happens() -> None:
         1,
         "queued",
         None,
-        {"done": 0, "total": 10, "chunk": None, "cached": 0},
+        {"done": 0, "total": 10, "chunk": None, "cached": 0, "reuse": None},
     )
 
 
@@ -288,3 +288,19 @@ def test_progress_that_came_too_soon_is_said_with_the_next_beat() -> None:
     seq = record.events_after(0)[-1][0]
     record.catch_up()
     assert record.events_after(0)[-1][0] == seq, "nothing new, no event"
+
+
+def test_what_was_there_before_counts_as_prefilled_and_a_reason_stands_where_nothing_was() -> None:
+    record = a_record(prompt=100)
+    record.routed(a_route())
+    record.enter("opening")
+    assert (record.snapshot().prefill.cached, record.snapshot().prefill.reuse) == (0, None)
+    record.reused(64, None)
+    record.enter("prefill")
+    prefill = record.snapshot().prefill
+    assert (prefill.done, prefill.cached, prefill.reuse) == (64, 64, None)
+    record.prefilled(80)
+    assert (record.snapshot().prefill.done, record.snapshot().prefill.cached) == (80, 64)
+    other = a_record()
+    other.reused(0, "nothing kept of this prompt")
+    assert (other.snapshot().prefill.done, other.snapshot().prefill.reuse) == (0, "nothing kept of this prompt")

@@ -21,6 +21,7 @@ from shardline.gateway.admission import CAPACITY_CODES, Admission
 from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.metrics import GatewayMetrics
+from shardline.gateway.reuse import prefix_of
 from shardline.gateway.served_models import ServedModels
 from shardline.gateway.session import RouteSession
 from shardline.settings import Settings
@@ -28,7 +29,7 @@ from shardline.telemetry.records import Record, Records
 from shardline.transport.carrier import Carrier
 from shardline.transport.http_client import HttpClient
 from shardline.transport.tracker_client import TrackerClient
-from shardline.wire.messages import ModelInfo, RouteAnswer, RouteRequest
+from shardline.wire.messages import ModelInfo, Prefix, RouteAnswer, RouteRequest
 from shardline.wire.telemetry import TelemetryEvent
 
 log = structlog.get_logger(__name__)
@@ -58,6 +59,7 @@ class RunningGeneration:
         self._ended = asyncio.Event()
         self._failure: ShardlineError | None = None
         self._session: RouteSession | None = None
+        self._named: Prefix | None = None
         record.cancel = self.end_cancelled
 
     # ---- for the API -----------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ class RunningGeneration:
                 task.cancel()
             await asyncio.wait({work, ending})
             if self._session is not None:
-                await self._session.close()
+                await self._session.close(keep=self._end_as == "completed")
             telemetry.cancel()
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
@@ -225,7 +227,7 @@ class RunningGeneration:
         finished = session.finished
         if finished is not None:
             # Whoever reads the last event finds the record whole and the KV free, unless a Node is slow to close.
-            closing = tasks.create_task(session.close())
+            closing = tasks.create_task(session.close(keep=True))
             await asyncio.wait({closing}, timeout=_CLOSE_S)
             self._record.enter("completed")
             self._emit(FinishedEvent(reason=finished.reason, generated=finished.generated))
@@ -259,6 +261,7 @@ class RunningGeneration:
             prompt=request.prompt,
             max_tokens=request.max_tokens,
             sampling=request.sampling,
+            prefix=self._prefix(),
             client=owner.client,
             carrier=owner.carrier,
             liveness=owner.liveness,
@@ -276,6 +279,14 @@ class RunningGeneration:
             raise
         self._session = session
         return session
+
+    def _prefix(self) -> Prefix | None:
+        """The same for every try."""
+        if self._owner.settings.prefix_share <= 0:
+            return None
+        if self._named is None:
+            self._named = prefix_of(self._request.prompt, self._request.key_id)
+        return self._named
 
     async def _forward_telemetry(self) -> None:
         """One telemetry event is due at most: a reader that is behind gets the newest."""
@@ -435,6 +446,7 @@ class RouteGenerations:
             code=None if record.failure is None else str(record.failure["code"]),
             tokens=record.tokens,
             prompt_tokens=record.prompt_tokens if record.tokens else 0,
+            cached_tokens=record.cached if record.tokens else 0,
             ttft_ms=record.ttft_ms,
         )
 

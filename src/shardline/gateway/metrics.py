@@ -27,6 +27,9 @@ class GatewayMetrics:
         )
         self._tokens = Counter("shardline_gateway_tokens", "Generated tokens", registry=self._registry)
         self._prompt = Counter("shardline_gateway_prompt_tokens", "Prompt tokens", registry=self._registry)
+        self._cached = Counter(
+            "shardline_gateway_cached_tokens", "Prompt tokens that were not computed again", registry=self._registry
+        )
         self._first = Histogram(
             "gen_ai_server_time_to_first_token",
             "Seconds from the request to its first token",
@@ -35,10 +38,20 @@ class GatewayMetrics:
         )
         self._tasks = Gauge("shardline_gateway_tasks", "Tasks on the event loop", registry=self._registry)
 
-    def ended(self, *, status: str, code: str | None, tokens: int, prompt_tokens: int, ttft_ms: float | None) -> None:
+    def ended(
+        self,
+        *,
+        status: str,
+        code: str | None,
+        tokens: int,
+        prompt_tokens: int,
+        cached_tokens: int,
+        ttft_ms: float | None,
+    ) -> None:
         self._ended.labels(status=status, code=code or "").inc()
         self._tokens.inc(tokens)
         self._prompt.inc(prompt_tokens)
+        self._cached.inc(cached_tokens)
         if ttft_ms is not None:
             self._first.observe(ttft_ms / 1e3)
 

@@ -21,6 +21,8 @@ import structlog
 
 from shardline.errors import CATALOGUE, ShardlineError, from_body
 from shardline.gateway.liveness import Liveness
+from shardline.gateway.reuse import Start, check_opened, start_of
+from shardline.gateway.verdicts import of_node
 from shardline.settings import Settings
 from shardline.telemetry.records import Record
 from shardline.transport.carrier import Carrier
@@ -35,6 +37,7 @@ from shardline.wire.messages import (
     Opened,
     OpenSession,
     Outcome,
+    Prefix,
     Progress,
     Route,
     RouteAnswer,
@@ -43,27 +46,18 @@ from shardline.wire.messages import (
     Ticket,
     Token,
 )
-from shardline.wire.steps import FLAG_LAST_CHUNK, FLAG_OUTPUT, LANE_PREFILL, TOKENS_ONLY, Entry, Step, encode
+from shardline.wire.steps import (
+    FLAG_LAST_CHUNK,
+    FLAG_OUTPUT,
+    FLAG_ROLLBACK,
+    LANE_PREFILL,
+    TOKENS_ONLY,
+    Entry,
+    Step,
+    encode,
+)
 from shardline.wire.tickets import peek
 
-_CODES_OF_SEAMS = frozenset({"seam_lost", "seam_invalid", "seam_gap", "numerical_error"})
-_CODES_OF_NODES = _CODES_OF_SEAMS | {
-    "capacity",
-    "deadline",
-    "draining",
-    "engine_error",
-    "engine_lost",
-    "engine_out_of_memory",
-    "gateway_lost",
-    "kv_exhausted",
-    "queue_overflow",
-    "rollback_unsupported",
-    "shard_unready",
-}
-"""What a Node may say of itself to a client. Everything else it says is told as a refusal, with its code beside it."""
-_CODES_OF_CHANGE = frozenset({"ticket_invalid", "ticket_used"})
-_CODES_OF_FULL = frozenset({"resources_exhausted", "too_many_connections"})
-_DETAILS_OF_NODES = ("limit", "wanted", "free", "capacity", "retry_after", "reject")
 _BLAMED_NODE = frozenset({"node_lost", "engine_lost", "numerical_error"})
 log = structlog.get_logger(__name__)
 _events = msgspec.json.Decoder(StreamEvent)
@@ -81,16 +75,21 @@ class _Line:
     heard: float
     position: int = 0
     """How far its engine has come."""
-    opened: bool = False
+    answer: Opened | None = None
     ended: bool = False
     """No more lines will come: closed, failed or broken."""
     closed: bool = False
     """The Node said `closed`: its KV is free."""
     task: asyncio.Task[None] | None = None
 
+    @property
+    def opened(self) -> bool:
+        return self.answer is not None
+
 
 class RouteSession:
-    """One session on one route. `tasks` is the group in which its tasks live."""
+    """One session on one route. `tasks` is the group in which its tasks live. `prefix`: what Nodes may have of its
+    prompt already; None: they are not asked, and keep nothing of it."""
 
     def __init__(
         self,
@@ -99,6 +98,7 @@ class RouteSession:
         prompt: list[int],
         max_tokens: int,
         sampling: Sampling,
+        prefix: Prefix | None,
         client: HttpClient,
         carrier: Carrier,
         liveness: Liveness,
@@ -113,6 +113,8 @@ class RouteSession:
         self._prompt = prompt
         self._max_tokens = max_tokens
         self._sampling = sampling
+        self._prefix = prefix
+        self._start_at = Start()
         self._client = client
         self._carrier = carrier
         self._liveness = liveness
@@ -157,6 +159,9 @@ class RouteSession:
             else:
                 await self.close()
             raise self.failure
+        answers = [line.answer for line in self._lines if line.answer is not None]
+        self._start_at = start_of(answers, len(self._prompt), asked=self._prefix is not None)
+        self._record.reused(self._start_at.position, self._start_at.reason)
 
     async def _hold(self, line: _Line, ticket: str) -> None:
         """Keep the stream of one hop open; its lines arrive in `_heard`, straight from the socket."""
@@ -169,6 +174,7 @@ class RouteSession:
             sampling=self._sampling,
             layout_in=terms.layout_in,
             layout_out=terms.layout_out,
+            prefix=self._prefix,
         )
         try:
             async with self._client.stream(
@@ -225,8 +231,7 @@ class RouteSession:
             case Beat() | Progress():
                 self._advanced(line, event, is_tail)
             case Opened():
-                line.opened = True
-                self._moved = line.heard
+                self._opened(line, event)
             case Finished():
                 if is_tail and self.failure is None and not self._closing:
                     self._check_finished(line, event)
@@ -237,6 +242,15 @@ class RouteSession:
                 line.closed = line.ended = True
                 if not self._closing and self.failure is None and not self._pending_verdict:
                     self._fail(self._lost(line, "closed the session by itself"))
+
+    def _opened(self, line: _Line, event: Opened) -> None:
+        try:
+            check_opened(event, len(self._prompt))
+        except ShardlineError as error:
+            self._fail(self._of_node(line, error, fallback="seam_invalid"))
+            return
+        line.answer = msgspec.structs.replace(event, node=line.hop.node)
+        self._moved = line.heard
 
     def _advanced(self, line: _Line, event: Beat | Progress, is_tail: bool) -> None:
         """A Node says how far it is."""
@@ -285,28 +299,8 @@ class RouteSession:
             self._start(self._arbitrate(error, target))
 
     def _of_node(self, line: _Line, said: ShardlineError, *, fallback: str) -> ShardlineError:
-        """What a client and the Tracker may take from a Node's word: a code that is a Node's to use, and itself as the
-        only one to blame; of a link, only its own end and a Node of this route."""
-        details = {k: said.details[k] for k in _DETAILS_OF_NODES if k in said.details}
-        code = said.code
-        if code in _CODES_OF_CHANGE:
-            # Another Node, or another Tracker, than the one of the ticket: the next route knows.
-            details["reject"] = code
-            code = "shard_unready"
-        elif code in _CODES_OF_FULL:
-            # Before the session is open it may wait for its turn, as for any other want of room.
-            details["reject"] = code
-            code = "resources_exhausted" if line.opened else "capacity"
-        elif code not in _CODES_OF_NODES:
-            details["reject"] = code
-            code = fallback
-        if code in _CODES_OF_SEAMS:
-            to = said.details.get("to")
-            if to in [x.hop.node for x in self._lines]:
-                details.update({"from": line.hop.node, "to": to})
-            elif code == "seam_lost":
-                code = "engine_error"
-        return ShardlineError(code, said.message, node=line.hop.node, **details)
+        nodes = [x.hop.node for x in self._lines]
+        return of_node(said, node=line.hop.node, nodes=nodes, opened=line.opened, fallback=fallback)
 
     async def _arbitrate(self, error: ShardlineError, target: _Line | None) -> None:
         """A push failed. If its target is dead or silent too, that is the news; else the link between them is."""
@@ -365,16 +359,19 @@ class RouteSession:
     # ---- prefill and tokens ----------------------------------------------------------------------------------
 
     async def prefill(self) -> None:
-        """Push the prompt in chunks to the head; each ack may be withheld until there is room."""
+        """Push the prompt in chunks to the head, from what all Nodes have on; one that has more goes back with the
+        first. Each ack may be withheld until there is room."""
         head = self.route.hops[0]
+        begin = self._start_at
         chunk = self.route.prefill_chunk
         total = len(self._prompt)
-        for seq, start in enumerate(range(0, total, chunk)):
+        for seq, start in enumerate(range(begin.position, total, chunk)):
             if self.failure is not None or self._closing:
                 return
             tokens = self._prompt[start : start + chunk]
             last = start + len(tokens) == total
             flags = FLAG_LAST_CHUNK | FLAG_OUTPUT if last else 0
+            flags |= FLAG_ROLLBACK if begin.rollback and seq == 0 else 0
             entry = Entry(self._key, seq, start, len(tokens), 0, LANE_PREFILL, flags)
             raw = b"".join(t.to_bytes(4, "little") for t in tokens)
             body = encode([Step(entry, raw, ())], TOKENS_ONLY)
@@ -420,8 +417,9 @@ class RouteSession:
 
     # ---- closing ---------------------------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        """Close on every Node, whatever their state; returns when all have freed or a limit has passed. Idempotent."""
+    async def close(self, *, keep: bool = False) -> None:
+        """Close on every Node, whatever their state; returns when all have freed or a limit has passed. Idempotent.
+        `keep`: it ended well, and its caches may stay for prompts that begin alike."""
         if self._closing:
             await self._closed.wait()
             return
@@ -432,7 +430,7 @@ class RouteSession:
             async with asyncio.TaskGroup() as group:
                 for line in self._lines:
                     if line.task is not None and not line.task.done():
-                        group.create_task(self._close_line(line))
+                        group.create_task(self._close_line(line, keep=keep and self.failure is None))
         finally:
             self._closed.set()
 
@@ -440,13 +438,13 @@ class RouteSession:
         """Beat and judge no more. Idempotent; part of `close`."""
         self._liveness.unwatch(self, self._urls)
 
-    async def _close_line(self, line: _Line) -> None:
+    async def _close_line(self, line: _Line, *, keep: bool) -> None:
         """Ask the Node to close, wait for `closed` on the stream; a stream that does not end is cut."""
         if line.task is None:
             return
         try:
             if line.opened and not line.ended:
-                url = f"{line.hop.url}/v1/sessions/{self._key.hex()}"
+                url = f"{line.hop.url}/v1/sessions/{self._key.hex()}{'?keep=1' if keep else ''}"
                 with contextlib.suppress(HttpFailure):  # a Node that is gone has freed by that
                     await self._client.request("DELETE", url, timeout_s=_CLOSE_S, limit="close")
                 await asyncio.wait({line.task}, timeout=_CLOSE_S)

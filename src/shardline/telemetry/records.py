@@ -70,6 +70,7 @@ class Record:
         self.queue_position: int | None = None
         self.route: Route | None = None
         self.prefill_done = 0
+        self.cached = 0
         self.tokens = 0
         self.failure: dict[str, Any] | None = None
         self.cancel: Callable[[str], None] = lambda reason: None
@@ -88,6 +89,7 @@ class Record:
         self._health: dict[int, str] = {}
         self._seams: dict[int, tuple[SeamCount, SeamCount]] = {}
         self._events = EventLog(settings.record_events)
+        self._reuse: str | None = None
         self._unsaid = False
         self._last_event = 0.0
         self._changed = asyncio.Event()
@@ -118,6 +120,11 @@ class Record:
         self._times, self._seams = {}, {}
         self._health = dict.fromkeys(range(len(route.hops)), "ok")
         self._events.renew()
+
+    def reused(self, tokens: int, reason: str | None) -> None:
+        """So much of the prompt is there already on the whole route; `reason`: why nothing is."""
+        self.cached = self.prefill_done = tokens
+        self._reuse = reason
 
     def prefilled(self, position: int) -> None:
         done = min(position, self.prompt_tokens)
@@ -200,6 +207,8 @@ class Record:
                 done=self.prefill_done,
                 total=self.prompt_tokens,
                 chunk=None if self.route is None else self.route.prefill_chunk,
+                cached=self.cached,
+                reuse=self._reuse,
             ),
             decode=DecodeView(tokens=self.tokens, tokens_per_s=self.rate(), ttft_ms=self.ttft_ms),
             seams=self._seam_views(),

@@ -46,6 +46,8 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int | None = None
     cached: int = 0
     """Of `done`: tokens whose KV was there before (`usage.prompt_tokens_details.cached_tokens`)."""
+    reuse: str | None = None
+    """Why `cached` is 0, once the session is open; null before, and where it is not 0."""
 
 
 class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +59,8 @@ class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeamView(msgspec.Struct, frozen=True, kw_only=True):
-    """Body bytes that crossed from one hop to the next; `to` of the last one is the head (token ids only)."""
+    """Body bytes that crossed from one hop to the next; `to` of the last one is the head (token ids only). A route of
+    one Node has no Seam: its tail is its head, and hands the token to itself without a connection."""
 
     source: str = msgspec.field(name="from")
     to: str

@@ -1,0 +1,55 @@
+"""What a client and the Tracker may take from a Node's word about a session that it refused or gave up.
+
+Owns which codes are a Node's to use, and that it can blame itself and its own links only. Pure. Shown by
+tests/gateway/test_session.py and the fault table in tests/cluster/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.errors import ShardlineError
+
+_CODES_OF_SEAMS = frozenset({"seam_lost", "seam_invalid", "seam_gap", "numerical_error"})
+_CODES_OF_NODES = _CODES_OF_SEAMS | {
+    "capacity",
+    "deadline",
+    "draining",
+    "engine_error",
+    "engine_lost",
+    "engine_out_of_memory",
+    "gateway_lost",
+    "kv_exhausted",
+    "queue_overflow",
+    "rollback_unsupported",
+    "shard_unready",
+}
+"""What a Node may say of itself to a client. Everything else it says is told as a refusal, with its code beside it."""
+_CODES_OF_CHANGE = frozenset({"ticket_invalid", "ticket_used"})
+_CODES_OF_FULL = frozenset({"resources_exhausted", "too_many_connections"})
+_DETAILS_OF_NODES = ("limit", "wanted", "free", "capacity", "retry_after", "reject")
+
+
+def of_node(said: ShardlineError, *, node: str, nodes: Sequence[str], opened: bool, fallback: str) -> ShardlineError:
+    """What `node`, of the route of `nodes`, said: with a code that is a Node's to use (else `fallback`), and itself as
+    the only one to blame; of a link, only its own end and a Node of this route. `opened`: the session is open there."""
+    details = {k: said.details[k] for k in _DETAILS_OF_NODES if k in said.details}
+    code = said.code
+    if code in _CODES_OF_CHANGE:
+        # Another Node, or another Tracker, than the one of the ticket: the next route knows.
+        details["reject"] = code
+        code = "shard_unready"
+    elif code in _CODES_OF_FULL:
+        # Before the session is open it may wait for its turn, as for any other want of room.
+        details["reject"] = code
+        code = "resources_exhausted" if opened else "capacity"
+    elif code not in _CODES_OF_NODES:
+        details["reject"] = code
+        code = fallback
+    if code in _CODES_OF_SEAMS:
+        to = said.details.get("to")
+        if to in nodes:
+            details.update({"from": node, "to": to})
+        elif code == "seam_lost":
+            code = "engine_error"
+    return ShardlineError(code, said.message, node=node, **details)

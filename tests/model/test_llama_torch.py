@@ -25,8 +25,8 @@ PROMPTS = [
     "def fibonacci(n):\n    ",
     "Once upon a time, in a village by the sea, there lived",
 ]
-TOLERANCE = 2e-4
-"""Largest distance of a row, in parts of its length: float32 in another order of summation, over 30 layers."""
+TOLERANCE = 0.004
+"""Largest distance of a row, in parts of its length: sums in another order, and exponentials by other series. Measured: at most 0.0018."""
 QUANTISED = 0.08
 """The same of the quantised file. Measured: at most 0.05."""
 

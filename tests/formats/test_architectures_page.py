@@ -60,6 +60,8 @@ def conditions(rules: LlamaRules) -> list[str]:
         found.append("only with key `rope.dimension_sections`")
     if rules.zero_keys:
         found.append("only without " + ", ".join(f"`{key}`" for key in rules.zero_keys))
+    if rules.caution is not None:
+        found.append(rules.caution)
     return found
 
 

@@ -91,6 +91,8 @@ class LlamaRules:
     zero_keys: tuple[str, ...] = ()
     """Refused where one of these keys is not 0, for `zero_reason`."""
     zero_reason: str = ""
+    caution: str | None = None
+    """What a person should know of this architecture on this engine, cut or whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,15 @@ ROWS: tuple[Architecture, ...] = (
     _untried("glm4moe", LlamaRules(sections="write"), "glm4_moe"),
     _untried("glm-dsa", LlamaRules(indexers=True)),
     _untried("minimax-m2", LlamaRules(taps=("layer_inp",), output_required=True), "minimax_m2"),
-    _untried("minimax-m3", LlamaRules(sparse_layer=True, output_required=True)),
+    _untried(
+        "minimax-m3",
+        LlamaRules(
+            sparse_layer=True,
+            output_required=True,
+            caution="for more than one session at a time llama.cpp computes its sparse attention as dense attention, "
+            "which the model was not trained for",
+        ),
+    ),
     _untried("olmo2", LlamaRules(window=Window(4, optional=True), output_required=True), rollback="within_window"),
     _untried("command-r", _PLAIN, "cohere"),
     _untried("cohere2", LlamaRules(window=Window(4)), "cohere2", rollback="within_window"),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from shardline import __version__
+from shardline.cli.bench import bench
 from shardline.cli.chat import chat
 from shardline.cli.cluster import demo, serve, up
 from shardline.cli.cuts import cuts
@@ -78,7 +79,23 @@ def cli(
     context.obj = Invocation(config, assignments, flags, supervised, debug)
 
 
-for _command in (up, demo, chat, nodes, sessions, routes, tracker, gateway, serve, node, invite, cuts, split, config):
+for _command in (
+    up,
+    demo,
+    chat,
+    nodes,
+    sessions,
+    routes,
+    tracker,
+    gateway,
+    serve,
+    node,
+    invite,
+    cuts,
+    split,
+    bench,
+    config,
+):
     cli.add_command(_command)
 
 

@@ -116,7 +116,12 @@ class Source:
 
     @property
     def quantisation(self) -> str:
-        return _FILE_TYPES.get(self.header.integer("general.file_type", -1), "mixed")
+        return quantisation_of(self.header)
+
+
+def quantisation_of(header: GGUFHeader) -> str:
+    """As what a model was quantised, in a word: `Q4_K_M`."""
+    return _FILE_TYPES.get(header.integer("general.file_type", -1), "mixed")
 
 
 def load(spec: ShardSpec, *, progress: Progress | None = None) -> LlamaBackend:

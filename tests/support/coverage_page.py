@@ -29,7 +29,8 @@ Library: {library}
 """
 PAST = """## Past the table
 
-The same comparison with one rule left out, to see that the rule is needed and that the comparison sees it.
+The same comparison with a rule left out, or with a model that is refused, to see that the table is needed and that the
+comparison sees it.
 """
 _NUMBER = re.compile(r"\d(\.\d)?e-\d\d")
 

@@ -1,4 +1,4 @@
-"""Cuts past the table: what happens where one of its rules is not kept. Each must be seen to go wrong.
+"""Cuts past the table: what happens where a rule is not kept, or a refusal. Each must be seen to go wrong.
 
 A comparison that finds no difference anywhere proves little; one that finds each of these proves that it looks, and
 that the rule is needed.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.support.gguf_writer import Typed
-from tests.support.tiny_models import BY_NAME, TinyModel
+from tests.support.tiny_models import BY_NAME, DENSE_LEAD, HEADS, LAYERS, MLA, MOE, WIDE, WINDOWED, TinyModel
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def _control(of: str, at: int, rules: Mapping[str, Any], what: str, keys: Mappin
 
 _WINDOWS = {"attention.sliding_window_pattern": Typed("bool", [True, False] * 4)}
 _UNALIGNED = {"align": 1, "align_key": None}
-_ALL = (
+_RULES = (
     _control("smollm3", 3, _UNALIGNED, "cut inside a group"),
     _control("llama4", 2, _UNALIGNED, "cut inside a group"),
     _control("afmoe", 3, _UNALIGNED, "cut inside a group"),
@@ -64,4 +64,39 @@ _ALL = (
     _control("gemma4", 2, {"rope_freqs_full": False}, "rope_freqs in a part that has nothing but windows"),
     _control("qwen2moe", 3, {"output_required": False}, "no output matrix"),
 )  # fmt: skip
-CONTROLS = {control.name: control for control in _ALL}
+
+
+def _refused(model: TinyModel, what: str, rules: Mapping[str, Any] | None = None) -> Control:
+    name = f"{model.architecture}, {what}"
+    return Control(name, replace(model, name=name, cuts=()), rules or {}, what)
+
+
+def _tiny(architecture: str, at: int, keys: Mapping[str, Any], layers: int = LAYERS) -> TinyModel:
+    return TinyModel(architecture, architecture, keys, layers=layers, at=(at,))
+
+
+_MANY_HEADS = {"attention.head_count_kv": HEADS}
+_REFUSALS = (
+    _refused(_tiny("minicpm3", 4, _MANY_HEADS | {
+        "attention.q_lora_rank": 32, "attention.kv_lora_rank": 32, "attention.key_length": 32,
+        "attention.value_length": 16, "rope.dimension_count": 16}), "cut"),
+    _refused(_tiny("bloom", 4, _MANY_HEADS), "cut"),
+    _refused(_tiny("talkie", 4, _MANY_HEADS | {"logit_scale": 1.0}), "cut", {"output_required": True}),
+    _refused(_tiny("muse-glimmer", 4, WINDOWED | {"logit_scale": 1.0}), "cut", {"output_required": True}),
+    _refused(_tiny("baichuan", 16, _MANY_HEADS, 32), "cut", {"output_required": True}),
+    _refused(_tiny("minimax-01", 4, MOE | {"residual_scale": 3.5, "full_attention_interval": 4}), "cut", {"recurrent": "interval"}),
+    _refused(_tiny("gemma3n", 10, WINDOWED, 30), "cut"),
+    _refused(_tiny("cogvlm", 4, _MANY_HEADS), "cut"),
+    _refused(_tiny("hrm_text", 3, _MANY_HEADS | {
+        "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2}, 6), "cut"),
+    _refused(_tiny("gemma4", 4, {**BY_NAME["gemma4"].keys, "embedding_length_per_layer_input": 16}),
+             "cut, with lookups by token id", {"zero_keys": ()}),
+    _refused(_tiny("gemma4", 4, {**BY_NAME["gemma4"].keys, "attention.shared_kv_layers": 2}),
+             "cut, with shared keys and values", {"zero_keys": ()}),
+    _refused(_tiny("exaone4", 32, WINDOWED, 64), "64 layers, cut", {"counts": ()}),
+    _refused(_tiny("gemma2", 20, WIDE | WINDOWED | {"attention.key_length": 32, "attention.value_length": 32}, 46),
+             "46 layers, cut", {"counts": ()}),
+    _refused(_tiny("nanbeige", 4, {"num_loops": 2}), "layers that run twice, cut", {"zero_keys": ()}),
+    _refused(_tiny("deepseek2", 27, DENSE_LEAD | MLA, 30), "a part of 27 layers", {"counts": (), "count_cure": None}),
+)  # fmt: skip
+CONTROLS = {control.name: control for control in (*_RULES, *_REFUSALS)}

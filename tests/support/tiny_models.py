@@ -217,6 +217,9 @@ ATTENTION: tuple[TinyModel, ...] = (
     _keys("arctic", MOE),
     _keys("deepseek", DENSE_LEAD | {"attention.head_count_kv": 4}),
     _keys("deepseek2", DENSE_LEAD | MLA),
+    _variant("deepseek2", "27 layers", {k: v for k, v in (DENSE_LEAD | MLA).items()
+                                        if k not in ("attention.q_lora_rank", "expert_gating_func")},
+             layers=27, at=(9, 20), cuts=((9, 18),)),
     _variant("deepseek2", "predicting", DENSE_LEAD | MLA | PREDICTING),
     _keys("deepseek2-ocr", DENSE_LEAD | {"attention.head_count_kv": 4}),
     _keys("deepseek32", DENSE_LEAD | MLA | INDEXER),
@@ -345,6 +348,6 @@ BY_NAME = {model.name: model for model in RUNNABLE}
 REFUSED = (
     "gemma3n", "deepseek4", "rwkv6", "rwkv7", "rwkv6qwen2", "arwkv7", "minimax-01", "kimi-k3", "glm5-next",
     "qwen4exp", "hy_v4", "hrm_text", "cogvlm", "graniteswitch", "talkie", "muse-glimmer", "bloom", "baichuan",
-    "minicpm3", "glm4",
+    "minicpm3",
 )  # fmt: skip
 """Architectures whose layers cannot be cut apart with the library as it is: refused by name."""

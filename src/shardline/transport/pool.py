@@ -162,7 +162,7 @@ class Pool:
     def _not_connected(self, origin: Origin, error: OSError | UnicodeError) -> ConnectFailed | OwnLack:
         what = lack(error) if isinstance(error, OSError) else None
         if what is None:
-            return ConnectFailed(origin.peer, f"no connection ({error})")
+            return ConnectFailed(origin.peer, f"no connection ({str(error) or 'it was closed while it was made'})")
         failure = OwnLack(origin.peer, self._part, what)
         log.warning("resources_exhausted", reason=failure.why, wanted=origin.peer)
         # Idle connections are what can be given up: the next try may find room.

@@ -82,7 +82,7 @@ class NodeOptions:
     model: str
     """Path of a GGUF file, a safetensors folder, or a script for the scripted engine."""
     engine: str
-    """Name of an engine: `torch` or `scripted`."""
+    """Name of an engine: `llama`, `torch` or `scripted`."""
     host: str
     port: int
     credential: str = field(repr=False)

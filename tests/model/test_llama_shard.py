@@ -16,7 +16,8 @@ from shardline.formats.gguf import read_header
 from shardline.model import backends
 from shardline.model.backend import ShardSpec
 from shardline.model.llama_context import usable_cores
-from shardline.model.llama_shard import Options, load
+from shardline.model.llama_shard import load
+from shardline.model.llama_source import Options
 from shardline.wire.messages import TextBundle
 from tests.support.llama_route import LAYERS, SMOLLM2, WIDTH, entry, result, spec
 

@@ -26,7 +26,8 @@ PROMPTS = [
     "Once upon a time, in a village by the sea, there lived",
 ]
 TOLERANCE = 0.004
-"""Largest distance of a row, in parts of its length: sums in another order, and exponentials by other series. Measured: at most 0.0018."""
+"""Largest distance of a row, in parts of its length: sums in another order, and exponentials by other series.
+Measured: at most 0.0018."""
 QUANTISED = 0.08
 """The same of the quantised file. Measured: at most 0.05."""
 

@@ -62,7 +62,7 @@ class ShardFiles:
         model's files changed.
         """
         plan = plan_shard(model, first, last, content_id=content_id)
-        return self._file(f"{_checked(content_id)}-r{RECIPE}-{first}-{last}.gguf", model, plan, progress, cancelled)
+        return self._file(self.shard_path(content_id, first, last), model, plan, progress, cancelled)
 
     def vocabulary(
         self,
@@ -73,13 +73,19 @@ class ShardFiles:
         cancelled: Cancelled | None = None,
     ) -> Path:
         """A file with the tokenizer and no tensors. Errors: as of `shard`."""
-        name = f"{_checked(content_id)}-r{RECIPE}-vocabulary.gguf"
-        return self._file(name, model, plan_vocabulary(model), progress, cancelled)
+        return self._file(self.vocabulary_path(content_id), model, plan_vocabulary(model), progress, cancelled)
+
+    def shard_path(self, content_id: str, first: int, last: int) -> Path:
+        """Where `shard` puts its file."""
+        return self.folder / f"{_checked(content_id)}-r{RECIPE}-{first}-{last}.gguf"
+
+    def vocabulary_path(self, content_id: str) -> Path:
+        """Where `vocabulary` puts its file."""
+        return self.folder / f"{_checked(content_id)}-r{RECIPE}-vocabulary.gguf"
 
     def _file(
-        self, name: str, model: GGUFModel, plan: ShardPlan, progress: Progress | None, cancelled: Cancelled | None
+        self, path: Path, model: GGUFModel, plan: ShardPlan, progress: Progress | None, cancelled: Cancelled | None
     ) -> Path:
-        path = self.folder / name
         if _is_whole(path, plan):
             return path
         try:

@@ -124,7 +124,7 @@ def _program(param: str, given: str | None, names: tuple[str, ...]) -> Path | No
 
 def _facts(model: Path, source: GGUFModel) -> ModelFacts:
     from shardline.cli.bench_report import ModelFacts
-    from shardline.model.llama_shard import quantisation_of
+    from shardline.model.llama_source import quantisation_of
 
     return ModelFacts(
         name=source.header.text("general.name", model.stem),

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for, shared_out
 from shardline.cli.invocation import Invocation, environment, pass_invocation
-from shardline.cli.roles import ENGINE_HELP, ENGINES, LISTEN_HELP, tls_options
-from shardline.cli.values import LayerRanges, check_cover, split_evenly
+from shardline.cli.roles import LISTEN_HELP, tls_options
+from shardline.cli.values import LayerRanges, check_cover
 
 if TYPE_CHECKING:
     from shardline.cli.client import Endpoint
@@ -202,7 +203,7 @@ class Cluster:
 @click.argument("model", metavar="MODEL", type=click.Path(exists=True, path_type=Path))
 @click.option("--nodes", type=click.IntRange(1), help="Nodes that share the layers evenly.  [default: 2]")
 @click.option("--layers", "ranges", type=LayerRanges(), help="Or the range of each Node: 0:10,10:20,20:30.")
-@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True, help=ENGINE_HELP)
+@click.option("--engine", type=click.Choice(ENGINES), help=ENGINE_HELP)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the Gateway.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
@@ -220,7 +221,7 @@ def up(
     model: Path,
     nodes: int | None,
     ranges: list[tuple[int, int]] | None,
-    engine: str,
+    engine: str | None,
     threads: int | None,
     kv_tokens: int | None,
     **gateway_flags: Any,
@@ -279,10 +280,10 @@ def serve(invocation: Invocation, /, **flags: Any) -> None:
 @click.option(
     "--model", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2, if its package is there]"
 )
-@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True, help=ENGINE_HELP)
+@click.option("--engine", type=click.Choice(ENGINES), help=ENGINE_HELP)
 @pass_invocation
 def demo(
-    invocation: Invocation, nodes: int, port: int, question: str, once: bool, model: Path | None, engine: str
+    invocation: Invocation, nodes: int, port: int, question: str, once: bool, model: Path | None, engine: str | None
 ) -> None:
     """Run a small real model and ask it a question.
 
@@ -325,7 +326,7 @@ def planned(
     model: Path,
     nodes: int | None,
     ranges: list[tuple[int, int]] | None,
-    engine: str,
+    engine: str | None,
     *,
     threads: int | None = None,
     kv_tokens: int | None = None,
@@ -336,16 +337,17 @@ def planned(
 
     if nodes is not None and ranges is not None and nodes != len(ranges):
         raise click.UsageError(f"--nodes {nodes} and {len(ranges)} ranges in --layers do not fit: give one of them")
-    count = layer_count(model, engine)
-    shared_out = ranges if ranges is not None else split_evenly(count, nodes or 2)
-    check_cover(shared_out, count)
-    given = [] if engine == ENGINES[0] else ["--engine", engine]
+    chosen = engine_for(model, engine)
+    count = layer_count(model, chosen)
+    taken = ranges if ranges is not None else shared_out(model, chosen, nodes or 2)
+    check_cover(taken, count)
+    given = [] if engine is None else ["--engine", engine]
     given += [] if threads is None else ["--threads", str(threads)]
     given += [] if kv_tokens is None else ["--kv-tokens", str(kv_tokens)]
     added = ["--threads", str(physical_cores())] if threads is None else []
     return Plan(
         model=model.resolve(),
-        ranges=shared_out,
+        ranges=taken,
         node_arguments=(*given, *added),
         node_flags_given=tuple(given),
         **gateway_flags,

@@ -12,15 +12,14 @@ from typing import Any, TypeVar
 import click
 
 from shardline.cli.config import Configuration
+from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for
 from shardline.cli.invocation import Invocation, credential_of, environment, pass_invocation
 from shardline.cli.values import LayerRange, Memory
 from shardline.errors import ShardlineError
 from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
 
-ENGINES = ("torch", "scripted")
 TRACKER_KEY = "tracker.key"
 """Name in the state folder."""
-ENGINE_HELP = "What computes; `scripted` runs no model, for tests."
 LISTEN_HELP = "Let other machines join: HTTPS with the cluster's keys, as 0.0.0.0; prints the line for the next one."
 Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions)
 
@@ -160,7 +159,7 @@ def gateway(
 @click.option(
     "--memory", "memory_bytes", type=Memory(), help="What the Node may use when the Tracker places it, as 4GiB."
 )
-@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True, help=ENGINE_HELP)
+@click.option("--engine", type=click.Choice(ENGINES), help=ENGINE_HELP)
 @click.option("--kv-tokens", type=click.IntRange(1), help="KV capacity in tokens [default: what fits into memory].")
 @click.option(
     "--threads", type=click.IntRange(0), default=0, show_default=True, help="Compute threads; 0: the engine's choice."
@@ -193,6 +192,7 @@ def node(
     host: str,
     insecure_plain_http: bool,
     identity_path: Path | None,
+    engine: str | None,
     **given: Any,
 ) -> None:
     """Run a Node: some layers of a model.
@@ -226,6 +226,7 @@ def node(
             insecure_plain_http=insecure_plain_http,
             announce=announce,
             environment=environment(),
+            engine=engine_for(Path(given["model"]), engine),
             identity_path=None if identity_path is None else _with_room(identity_path),
             **given,
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from shardline.errors import ShardlineError
 from shardline.model import llama_state
 from shardline.model.backend import BackendEntry, BackendOutput, Buffer, ShardDescription
-from shardline.model.llama_context import LlamaContext, LlamaModel
+from shardline.model.llama_context import LlamaContext
 from shardline.model.llama_embedding import EmbeddingMatrix
 from shardline.model.llama_library import LlamaLibrary
 from shardline.model.llama_rows import RowArrays, address_of
@@ -37,7 +38,6 @@ class LoadedShard:
     """Everything that a backend works with, made and checked by llama_shard.py."""
 
     library: LlamaLibrary
-    model: LlamaModel
     context: LlamaContext
     arrays: RowArrays
     rows: int
@@ -73,7 +73,9 @@ class _Row(NamedTuple):
 class LlamaBackend:
     """One loaded Shard; implements `Backend`. Called by one thread, except for `tokenize`."""
 
-    def __init__(self, shard: LoadedShard) -> None:
+    def __init__(self, shard: LoadedShard, held: ExitStack) -> None:
+        """`held` frees model and context, in order."""
+        self._held = held
         self._shard = shard
         self._c = shard.library.c
         self._context = shard.context.pointer
@@ -139,8 +141,7 @@ class LlamaBackend:
 
     def unload(self) -> None:
         """Free everything. For processes that outlive their engine; a worker simply ends."""
-        self._shard.context.close()
-        self._shard.model.close()
+        self._held.close()
 
     # ---- going back, and states --------------------------------------------------------------------------------
 

@@ -66,7 +66,9 @@ class ShardHost:
         kv_capacity: Callable[[ShardDescription], int],
         prefill_chunk: Callable[[StepTimes], int],
         tasks: asyncio.TaskGroup,
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`prepare` makes what the engine must find on disk, before it is started."""
         self.node_id = node_id
         self.settings = settings
         self.engine = engine
@@ -77,6 +79,7 @@ class ShardHost:
         """Agreed with every route over this Shard; chosen once, after the first self-test."""
         self.queue_bytes = 0
         self.description: ShardDescription | None = None
+        self._prepare = prepare
         self._kv_capacity = kv_capacity
         self._choose_chunk = prefill_chunk
         self._tasks = tasks
@@ -108,6 +111,8 @@ class ShardHost:
 
     async def _load(self) -> None:
         try:
+            if self._prepare is not None:
+                await self._prepare()
             self.description = await self.engine.start()
             self.sessions.ledger.capacity = self._kv_capacity(self.description)
             await self._test()

@@ -16,6 +16,7 @@ import psutil
 from shardline.artifact.identity import content_id
 from shardline.errors import ShardlineError
 from shardline.formats import gguf_files, layers, memory, safetensors
+from shardline.formats.cuts import cuts_of
 from shardline.formats.shape import shape_of_config, shape_of_gguf
 from shardline.model.backend import ShardDescription
 from shardline.model.script import read_script
@@ -27,6 +28,11 @@ _KV_TOKENS_RESERVED = 2_048
 """What placement leaves free for caches: a Node without room for a session is of no use."""
 _KV_TOKENS_WANTED = 65_536
 """What a Node offers when there is memory for more: enough for many sessions, not the whole machine."""
+_KV_TOKENS_SMALL = 16_384
+_KV_TOKENS_LEAST = 256
+_KV_RESERVED_SHARE = 0.25
+"""Part of the memory left that is taken at once, whether it is used or not: other Nodes may start on the machine."""
+_LLAMA_KV_ELEMENT_BYTES = 2
 _KV_SHARE = 0.5
 """Part of the memory left that the caches may take."""
 
@@ -45,6 +51,11 @@ class ModelFacts:
     embedding_bytes: int
     output_bytes: int
     kv_reserve_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    """Of all layers."""
+    context_length: int | None = None
+    legal_cuts: list[int] | None = None
+    """Layers in front of which the engine can cut the model; None: all."""
 
 
 def inspect_model(options: NodeOptions) -> ModelFacts:
@@ -81,18 +92,29 @@ def _inspect_script(path: Path) -> ModelFacts:
 def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
     cache = options.state_dir / "content-ids"
     wanted = _DTYPE_BYTES.get(options.dtype or "")
+    stored = options.engine == "llama"
+    legal_cuts: list[int] | None = None
     tensors: Mapping[str, layers.SizedTensor]
     if path.is_dir():
+        if stored:
+            raise ShardlineError(
+                "model_file_invalid",
+                "it is a folder, and the llama engine reads GGUF files",
+                advice="Give --engine torch for a safetensors folder, or name a GGUF file.",
+            )
         folder = safetensors.read_folder(path)
         shape = shape_of_config(folder.config)
         tensors, element_bytes, name = folder.tensors, wanted, path.resolve().name
     else:
         model = gguf_files.read_model(path)
         shape = shape_of_gguf(model.header)
-        # A GGUF file is computed in float32 unless told otherwise, whatever it is stored in.
-        tensors, element_bytes, name = model.tensors, wanted or 4, _PART.sub("", path.stem)
+        # llama.cpp computes from what is stored; PyTorch in float32 unless told otherwise, whatever it is stored in.
+        tensors, element_bytes, name = model.tensors, None if stored else wanted or 4, _PART.sub("", path.stem)
+        if stored:
+            legal_cuts = list(cuts_of(model.header).positions())
     weights = memory.weight_bytes(tensors, shape.n_layers, element_bytes=element_bytes)
-    kv = memory.kv_bytes_per_token(shape, 0, shape.n_layers, element_bytes=element_bytes or 4) or 0
+    kv_element_bytes = _LLAMA_KV_ELEMENT_BYTES if stored else element_bytes or 4
+    kv = memory.kv_bytes_per_token(shape, 0, shape.n_layers, element_bytes=kv_element_bytes) or 0
     return ModelFacts(
         name=name,
         content_id=content_id(path, cache_dir=cache),
@@ -102,7 +124,31 @@ def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
         embedding_bytes=weights.embedding + weights.shared,
         output_bytes=weights.output + weights.tied,
         kv_reserve_bytes=kv * _KV_TOKENS_RESERVED,
+        kv_bytes_per_token=kv,
+        context_length=options.context_length or shape.context_length,
+        legal_cuts=legal_cuts,
     )
+
+
+def kv_reservation(options: NodeOptions, facts: ModelFacts, first: int, last: int) -> int:
+    """KV tokens for an engine that takes the memory of all of them when it loads: the operator's number, or what a
+    quarter of the memory left holds, but not more than some sessions need. Raises `memory_insufficient`."""
+    if options.kv_tokens is not None:
+        return options.kv_tokens
+    weights = sum(facts.layer_bytes[first:last])
+    left = psutil.virtual_memory().available
+    if options.memory_bytes is not None:
+        left = min(left, options.memory_bytes)
+    per_token = max(1, facts.kv_bytes_per_token * (last - first) // facts.n_layers)
+    fits = int(max(0, left - weights) * _KV_RESERVED_SHARE) // per_token
+    if fits < _KV_TOKENS_LEAST:
+        raise ShardlineError(
+            "memory_insufficient",
+            f"of {left} bytes, {weights} are for weights; a quarter of what is left holds {fits} KV tokens",
+            advice="Give the Node fewer layers, or say how much it may hold: --kv-tokens.",
+        )
+    context = facts.context_length or _KV_TOKENS_WANTED
+    return min(fits, _KV_TOKENS_WANTED, max(_KV_TOKENS_SMALL, 2 * context))
 
 
 def kv_capacity(options: NodeOptions, shard: ShardDescription) -> int:

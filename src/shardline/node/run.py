@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardline.errors import ShardlineError
 from shardline.model import backends
-from shardline.model.backend import ShardDescription, ShardSpec
+from shardline.model.backend import ShardDescription
 from shardline.model.self_test import choose_prefill_chunk
 from shardline.node.app import NodeApp, node_app
+from shardline.node.engine_files import EngineFiles
 from shardline.node.host import ShardHost
 from shardline.node.info import Identity, Planned, host_id, node_info
 from shardline.node.plan import ModelFacts, inspect_model, kv_capacity
@@ -102,6 +103,7 @@ async def _layers(
         embedding_bytes=facts.embedding_bytes,
         output_bytes=facts.output_bytes,
         kv_reserve_bytes=facts.kv_reserve_bytes,
+        legal_cuts=facts.legal_cuts,
         node=node_id_of(public_bytes(key)),
         host=host_id(),
         host_memory_bytes=psutil.virtual_memory().total,
@@ -139,15 +141,7 @@ class _Node:
         self._client = client
         self._tracker = tracker
         self._key = key
-        spec = ShardSpec(
-            model=options.model,
-            first=first,
-            last=last,
-            threads=options.threads,
-            dtype=options.dtype,
-            context_length=options.context_length,
-            options={"content_id": facts.content_id},
-        )
+        self._files = EngineFiles(options, facts, first, last)
         self._planned = Planned(
             model=facts.name,
             content_id=facts.content_id,
@@ -158,8 +152,11 @@ class _Node:
             threads=options.threads,
         )
         self._engine = backends.engine(
-            options.engine, spec, self._settings, inherited=options.environment, inline=options.inline
+            options.engine, self._files.spec(), self._settings, inherited=options.environment, inline=options.inline
         )
+
+    def _loading(self, done: int, total: int) -> None:
+        self._options.announce("loading", done=done, total=total)
 
     def _capacity(self, description: ShardDescription) -> int:
         return kv_capacity(self._options, description)
@@ -187,6 +184,7 @@ class _Node:
             kv_capacity=self._capacity,
             prefill_chunk=lambda times: choose_prefill_chunk(times.prefill_ms_per_row, settings),
             tasks=tasks,
+            prepare=lambda: self._files.make(self._loading),
         )
 
         def info() -> NodeInfo:
@@ -209,7 +207,7 @@ class _Node:
             ticket_key=lambda: presence.ticket_key,
         )
         host.on_change = lambda: self._state_changed(host, presence)
-        self._engine.on_progress = lambda done, total: options.announce("loading", done=done, total=total)
+        self._engine.on_progress = self._loading
         tls = None if self._membership is None else self._membership.tls.server()
         server = HttpServer(
             node_app(app, options.credential), sock=sock, settings=settings, lifespan="off", direct=app.steps, tls=tls

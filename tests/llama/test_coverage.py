@@ -56,6 +56,7 @@ def test_parts_are_the_whole(runs: TinyRuns, name: str) -> None:
     record = runs.record(name)
     assert record.error is None
     assert record.cuts == list(BY_NAME[name].chains)
+    assert "callback" in record.taps
     assert record.whole == 0.0, "the whole model in the product, against the bare library"
     if any("last bits" in warning for warning in record.warnings):
         assert record.residual <= CLOSE * record.residual_size

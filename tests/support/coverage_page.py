@@ -21,9 +21,10 @@ the same calls: 12 rows of a prompt, then 1, 1 and 2 rows, then two prompts of 7
 of the three sequences. Compared are the rows behind each part, with the rows inside the whole model, and the logits.
 **0** means that every number is the same; any other difference is a share of the largest number.
 
-"cut" lists each position at which the model was cut in two, and the chains of more parts; "refused" each position at
-which it cannot be cut. "rules" is what had to be done for the parts, beyond renumbering their layers. How an
-architecture is treated: [architectures.md](architectures.md).
+"cut" lists each position at which the model was cut in two, and the chains of more parts, with rows taken by the
+sampler tap; the last of them ran once more with each of "other taps". "refused" is each position at which it cannot be
+cut. "rules" is what had to be done for the parts, beyond renumbering their layers. How an architecture is treated:
+[architectures.md](architectures.md).
 
 Library: {library}
 """
@@ -32,7 +33,7 @@ PAST = """## Past the table
 The same comparison with a rule left out, or with a model that is refused, to see that the table is needed and that the
 comparison sees it.
 """
-_NUMBER = re.compile(r"\d(\.\d)?e-\d\d")
+_NUMBER = re.compile(r"\de[+-]\d\d")
 
 _PHRASES: dict[str, Callable[[LlamaRules], str]] = {
     "residual": lambda r: f"rows from `{r.residual.format(last='N')}`",
@@ -76,7 +77,7 @@ def page(records: Mapping[str, Record], library: str) -> str:
         (
             HEAD.format(library=library),
             counts,
-            _table(("model", "verdict", "cut", "refused", "rows", "logits", "rules"), models),
+            _table(("model", "verdict", "cut", "refused", "rows", "logits", "other taps", "rules"), models),
             "## Refused\n\nThese run whole, on one Node; a cut is refused by name.\n",
             _table(("architecture", "why"), refused),
             PAST,
@@ -114,6 +115,7 @@ def _model_row(model: TinyModel, record: Record) -> tuple[str, ...]:
         _positions(record.refused) or "–",
         _share(record.residual / record.residual_size),
         _share(record.logits / record.logits_size),
+        ", ".join(record.taps),
         "; ".join(applied(_rules(model.architecture))) or "–",
     )
 

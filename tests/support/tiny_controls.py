@@ -84,7 +84,8 @@ _REFUSALS = (
     _refused(_tiny("talkie", 4, _MANY_HEADS | {"logit_scale": 1.0}), "cut", {"output_required": True}),
     _refused(_tiny("muse-glimmer", 4, WINDOWED | {"logit_scale": 1.0}), "cut", {"output_required": True}),
     _refused(_tiny("baichuan", 16, _MANY_HEADS, 32), "cut", {"output_required": True}),
-    _refused(_tiny("minimax-01", 4, MOE | {"residual_scale": 3.5, "full_attention_interval": 4}), "cut", {"recurrent": "interval"}),
+    _refused(_tiny("minimax-01", 4, MOE | {"residual_scale": 3.5, "full_attention_interval": 4}), "cut",
+             {"recurrent": "interval"}),
     _refused(_tiny("gemma3n", 10, WINDOWED, 30), "cut"),
     _refused(_tiny("cogvlm", 4, _MANY_HEADS), "cut"),
     _refused(_tiny("hrm_text", 3, _MANY_HEADS | {

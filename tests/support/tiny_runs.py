@@ -43,7 +43,10 @@ class TinyRuns:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(f"{name}\n")
         process.stdin.flush()
-        return read_record(process.stdout.readline())
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process that compares {name} ended by {process.wait()}")
+        return read_record(line)
 
     def _process(self) -> subprocess.Popen[str]:
         """The process of this thread."""

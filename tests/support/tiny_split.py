@@ -39,6 +39,7 @@ from tests.support.unsplit import CONTEXT, ROWS, Call, Unsplit, script
 
 CONTENT_ID = "mac1-" + "0" * 64
 LIMIT_S = 60
+BUFFER_TAPS = ("nextn", "layer_end")
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Record:
     cut_anyway: list[int] = field(default_factory=list)
     """Positions among these at which the product makes both parts all the same."""
     cuts: list[tuple[int, ...]] = field(default_factory=list)
+    taps: list[str] = field(default_factory=list)
+    """Other ways to take the rows out that the last of these cuts was tried with."""
     whole: float | None = None
     """Logits of the whole model in the product's backend."""
     residual: float = 0.0
@@ -90,16 +93,11 @@ def compare(model: TinyModel, folder: Path) -> Record:
     record.cut_anyway = [p for p in record.refused if cuts_at(source, p)]
     files = ShardFiles(folder / "shards")
     for cut in model.chains:
-        parts = list(pairwise((0, *cut, cuts.n_layers)))
-        with ExitStack() as stack:
-            loaded = [
-                stack.enter_context(_Loaded(source, part, files.shard(source, CONTENT_ID, *part), model.sequences))
-                for part in parts
-            ]
-            for call, wanted in zip(calls, expected, strict=True):
-                residual, logits = _run_chain(loaded, call, wanted)
-                record.residual, record.logits = max(record.residual, residual), max(record.logits, logits)
+        _compare_chain(record, _Chain(source, files, cut, model.sequences, "sampler"), calls, expected)
         record.cuts.append(cut)
+    for tap in ("callback", *(tap for tap in cuts.rules.taps if tap in BUFFER_TAPS)):
+        _compare_chain(record, _Chain(source, files, model.chains[-1], model.sequences, tap), calls, expected)
+        record.taps.append(tap)
     record.residual_size = max(float(np.abs(rows).max()) for e in expected for rows in e.residuals.values() or [[0]])
     record.logits_size = max(float(np.abs(e.logits).max()) for e in expected)
     return record
@@ -135,16 +133,42 @@ def residual_name(cuts: Cuts, layer: int) -> str:
     return f"attn_norm_in-{layer + 1}"
 
 
+@dataclass(frozen=True)
+class _Chain:
+    """Parts of a model between the positions of `cut`, with one way to take rows out of them."""
+
+    source: GGUFModel
+    files: ShardFiles
+    cut: tuple[int, ...]
+    sequences: int
+    tap: str
+
+
+def _compare_chain(record: Record, chain: _Chain, calls: Sequence[Call], expected: Sequence[Expected]) -> None:
+    parts = pairwise((0, *chain.cut, cuts_of(chain.source.header).n_layers))
+    with ExitStack() as stack:
+        loaded = []
+        for part in parts:
+            shard_file = chain.files.shard(chain.source, CONTENT_ID, *part)
+            loaded.append(stack.enter_context(_Loaded(chain.source, part, shard_file, chain.sequences, chain.tap)))
+        for call, wanted in zip(calls, expected, strict=True):
+            residual, logits = _run_chain(loaded, call, wanted)
+            record.residual, record.logits = max(record.residual, residual), max(record.logits, logits)
+
+
 class _Loaded:
     """A Shard in the product's backend, with a slot open for each sequence."""
 
-    def __init__(self, source: GGUFModel, part: Part, shard_file: Path | None, sequences: int) -> None:
+    def __init__(
+        self, source: GGUFModel, part: Part, shard_file: Path | None, sequences: int, tap: str = "sampler"
+    ) -> None:
         options: dict[str, Any] = {
             "content_id": CONTENT_ID,
             "shard_file": shard_file,
             "kv_tokens": CONTEXT,
             "sessions": sequences,
             "rows": ROWS,
+            "tap": tap,
         }
         self.backend = load(ShardSpec(str(source.paths[0]), *part, threads=1, options=options))
         for slot in range(sequences):

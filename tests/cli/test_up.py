@@ -344,7 +344,7 @@ def test_the_demo_asks_and_ends(terminal: Terminal) -> None:
 def test_the_demo_with_the_real_model(terminal: Terminal) -> None:
     done = terminal.run("demo", "--once", "--port", "0", "--nodes", "2", timeout=80)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"route .*0:15 → .*15:30", done.stderr)
+    assert re.search(r"route .*0:\d+ → .*\d+:30", done.stderr)
     assert len(done.stdout.partition("Asking")[2].splitlines()) > 4
 
 

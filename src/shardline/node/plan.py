@@ -68,7 +68,9 @@ def inspect_model(options: NodeOptions) -> ModelFacts:
     except ShardlineError as error:
         if error.code != "model_file_invalid" or path.name in error.message:
             raise
-        raise ShardlineError(error.code, f"{path.name}: {error.message}", param="model", **error.details) from None
+        raise ShardlineError(
+            error.code, f"{path.name}: {error.message}", param="model", advice=error.advice, **error.details
+        ) from None
     if options.content_id is not None and options.content_id != facts.content_id:
         raise ShardlineError(
             "model_file_invalid", f"expected the Model Artifact {options.content_id}, the file is {facts.content_id}"

@@ -155,6 +155,8 @@ class Sessions:
         if key in self._streams:
             raise ShardlineError("session_exists", "this session key is in use")
         self.ledger.check(ticket.kv_tokens)
+        if shard.slots is not None and len(self._streams) >= shard.slots:
+            raise ShardlineError("capacity", f"the engine has {shard.slots} slots, and all are open")
         prefix = request.prefix if self._cannot_keep(shard) is None else None
         match = None if prefix is None else self.prefixes.find(prefix.digests, request.prompt_tokens)
         number = self._make_room(ticket.kv_tokens, shard, None if match is None else match.kept)
@@ -181,12 +183,10 @@ class Sessions:
         return source.number
 
     def _has_room(self, tokens: int, shard: ShardDescription) -> bool:
-        """Whether a session of `tokens` fits beside all that is promised and kept. Where open sessions alone have all
-        of the engine's slots, the engine says so."""
+        """Whether a session of `tokens` fits beside all that is promised and kept."""
         if self.ledger.reserved + self.prefixes.tokens + tokens > self.ledger.capacity:
             return False
-        slots = shard.slots
-        return slots is None or len(self._streams) + len(self.prefixes) < slots or len(self._streams) >= slots
+        return shard.slots is None or len(self._streams) + len(self.prefixes) < shard.slots
 
     def _take_number(self) -> int:
         if self._free_numbers:

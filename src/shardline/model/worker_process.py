@@ -50,6 +50,8 @@ _LINE_CHARS = 2000
 _LAST_LINES = 40
 _WORDS_CHARS = 600
 _STACK_LINES = ("File ", "Thread ", "Current thread ", "Extension modules", "Traceback ", "~", "^")
+_NATIVE_WORDS = re.compile(r"\.(?:c|cc|cpp|cu|h|m|metal):\d+: |^terminate called|^what\(\)")
+"""How a library says why it ends the process: an assertion with its place, an exception of C++ that nobody took."""
 _DIRECTORIES = re.compile(r"(?:/[\w.@+~-]+)+/")
 _REAP_S = 5.0
 
@@ -85,7 +87,8 @@ def last_words(lines: Iterable[str]) -> str:
     without the directories of this machine. The log has all lines."""
     telling = [line for line in lines if not line.startswith(_STACK_LINES)]
     fatal = [line for line in telling if line.startswith("Fatal Python error")]
-    words = " | ".join(fatal[-1:] or telling[-3:])
+    native = [line for line in telling if _NATIVE_WORDS.search(line)]
+    words = " | ".join(native[-2:] + fatal[-1:] or telling[-3:])
     return _DIRECTORIES.sub("", words)[-_WORDS_CHARS:]
 
 

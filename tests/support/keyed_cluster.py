@@ -57,9 +57,8 @@ class KeyedCluster(LocalCluster):
         """What a process with the Tracker's state folder makes for itself."""
         return OwnMembership(self.authority, party, self.settings, [])
 
-    async def start_tracker(self, port: int = 0, host: str = "127.0.0.1") -> None:
-        self.tracker = KeyedRole()
-        options = TrackerOptions(
+    def tracker_options(self, port: int, host: str) -> TrackerOptions:
+        return TrackerOptions(
             settings=self.settings,
             host=host,
             port=port,
@@ -68,7 +67,10 @@ class KeyedCluster(LocalCluster):
             keys=True,
             announce=self.tracker,
         )
-        self.tracker.task = asyncio.create_task(tracker_run.run(options))
+
+    async def start_tracker(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        self.tracker = KeyedRole()
+        self.tracker.task = asyncio.create_task(tracker_run.run(self.tracker_options(port, host)))
         await self.tracker.until("ready")
 
     async def start_node(self, first: int | None, last: int | None, **more: Any) -> Role:

@@ -78,6 +78,8 @@ class _Line:
     answer: Opened | None = None
     ended: bool = False
     """No more lines will come: closed, failed or broken."""
+    failed: bool = False
+    """The Node said itself that it gave the session up: it lives."""
     closed: bool = False
     """The Node said `closed`: its KV is free."""
     task: asyncio.Task[None] | None = None
@@ -236,7 +238,7 @@ class RouteSession:
                 if is_tail and self.failure is None and not self._closing:
                     self._check_finished(line, event)
             case Failed():
-                line.ended = True
+                line.failed = line.ended = True
                 self._node_failed(line, event)
             case Closed():
                 line.closed = line.ended = True
@@ -307,6 +309,8 @@ class RouteSession:
         deadline = time.monotonic() + _BREAK_GRACE_S
         while target is not None and self.failure is None and not self._closing:
             now = time.monotonic()
+            if target.failed:
+                break  # both ends of a link that is cut notice it, about at the same time
             if target.ended:
                 self._fail(self._lost(target, "is gone"))
                 return

@@ -37,6 +37,7 @@ log = structlog.get_logger(__name__)
 _FINAL_AT_FIRST = frozenset(
     {
         "registration_refused",
+        "join_refused",
         "protocol_mismatch",
         "identity_in_use",
         "address_refused",
@@ -46,8 +47,9 @@ _FINAL_AT_FIRST = frozenset(
     }
 )
 """Refusals of a first registration that trying again does not cure: its operator must correct something."""
-_FINAL_LATER = frozenset({"identity_in_use"})
-"""Of a Node that was taken in before: another process has its name now. All else may pass (a clock that is being set, a
+_FINAL_LATER = frozenset({"identity_in_use", "join_refused"})
+"""Of a Node that was taken in before: another process has its name now, or its certificate has ended and it gets no
+other. All else may pass (a clock that is being set, a
 call back that came while this machine was busy, a Tracker that is being exchanged)."""
 _PROBE_S = 1.0
 _RETRY_S = 0.5
@@ -119,6 +121,7 @@ class Presence:
             log.warning(event, reason=reason)
 
     async def _register(self) -> None:
+        await self._keep_valid()
         nonce = await self._tracker.nonce()
         registration = Registration(
             public_key=public_bytes(self._identity.key).hex(),
@@ -159,10 +162,15 @@ class Presence:
         """One heartbeat. One at a time: their counts must arrive in order."""
         async with self._beating:
             if self._answer is not None:
+                await self._keep_valid()
                 answer = await self._tracker.heartbeat(self.node_id, self._statement(self._answer))
                 self._peers = answer.peers[:8]
                 if answer.certificate is not None and self._membership is not None:
                     self._membership.renewed(answer.certificate)
+
+    async def _keep_valid(self) -> None:
+        if self._membership is not None:
+            await self._membership.keep_valid(time.time())
 
     def _statement(self, known: RegisterAnswer) -> Signed:
         """The next heartbeat, signed. Probes are told once: told again, they would pass for newer than they are."""

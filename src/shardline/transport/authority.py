@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import hmac
 import ipaddress
+import math
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -185,7 +186,7 @@ def _certificate(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime.fromtimestamp(now - CLOCK_SKEW_S, UTC))
-        .not_valid_after(datetime.fromtimestamp(now + seconds, UTC))
+        .not_valid_after(datetime.fromtimestamp(math.ceil(now + seconds), UTC))  # whole seconds are all it can say
     )
 
 

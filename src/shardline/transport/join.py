@@ -125,27 +125,30 @@ def _folder_of(line: JoinLine, state_dir: Path) -> tuple[Path, BinaryIO]:
 async def _entered(line: JoinLine, folder: Path, settings: Settings, identity_path: Path | None) -> Joined:
     kept = kept_in(folder)
     key = identity_key(identity_path or folder / IDENTITY)
-    if kept is not None and kept.node == node_id_of(public_bytes(key)):
-        membership = kept_membership(folder, kept)
-        if membership.until > time.time():
-            return Joined(membership, key)
-        # Lapsed: nobody would shake hands over it, but it still says who this Node was.
-        answer, private = await _ask_again(line, kept, key, settings)
-    elif line.token is None or line.pin is None:
-        raise ShardlineError("join_refused", "this identity has not joined from here, so the line needs its token")
-    else:
+    if kept is None or kept.node != node_id_of(public_bytes(key)):
+        if line.token is None or line.pin is None:
+            raise ShardlineError("join_refused", "this identity has not joined from here, so the line needs its token")
         answer, private = await _ask_first(line, key, settings)
-    kept = Kept(
-        tracker=line.tracker,
-        node=answer.node,
-        authority=answer.authority,
-        certificate=answer.certificate,
-        key=private.decode(),
-        credential=answer.credential,
-    )
-    keep_in(folder, kept)
-    log.info("cluster_joined", tracker=line.tracker, node=answer.node, models=answer.models)
-    return Joined(kept_membership(folder, kept), key)
+        kept = Kept(
+            tracker=line.tracker,
+            node=answer.node,
+            authority=answer.authority,
+            certificate=answer.certificate,
+            key=private.decode(),
+            credential=answer.credential,
+        )
+        keep_in(folder, kept)
+        log.info("cluster_joined", tracker=line.tracker, node=answer.node, models=answer.models)
+    membership = kept_membership(folder, kept)
+
+    async def revive() -> None:
+        now = kept_in(folder) or kept
+        answer, private = await _ask_again(line, now, key, settings)
+        membership.replaced(answer.certificate, private)
+
+    membership.revive = revive
+    await membership.keep_valid(time.time())
+    return Joined(membership, key)
 
 
 async def _ask_first(line: JoinLine, key: Ed25519PrivateKey, settings: Settings) -> tuple[JoinAnswer, bytes]:

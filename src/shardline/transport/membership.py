@@ -11,7 +11,7 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -101,11 +101,28 @@ class Membership:
         self._keep = keep
         self._life = lifetime(certificate)
         self._next: EllipticCurvePrivateKey | None = None
+        self.revive: Callable[[], Awaitable[None]] | None = None
+        """What asks the Tracker for a new certificate when this one has ended (join.py)."""
 
     @property
     def until(self) -> float:
         """When the certificate ends, in Unix seconds."""
         return self._life[1]
+
+    async def keep_valid(self, now: float) -> None:
+        """With a certificate that has ended, because the Tracker was away for long, nobody shakes hands any more: ask
+        for a new one by proving who had it. Raises what joining raises."""
+        if now >= self.until and self.revive is not None:
+            await self.revive()
+
+    def replaced(self, certificate: str, key: bytes) -> None:
+        """Take a certificate and its key (PEM) that came by another way than a heartbeat."""
+        pem = certificate.encode()
+        self.tls.swap(pem, key)
+        self._next, self._life = None, lifetime(pem)
+        if self._keep is not None:
+            self._keep(pem, key)
+        log.info("certificate_renewed", until=round(self.until))
 
     def renewal(self, now: float) -> str | None:
         """A signing request for the next certificate, once half of this one's life is over; a fresh key with it."""
@@ -117,14 +134,8 @@ class Membership:
 
     def renewed(self, certificate: str) -> None:
         """Take the certificate that came for the last `renewal`. Raises `internal` for one of another key."""
-        key, pem = self._next, certificate.encode()
-        if key is None:
-            return
-        self.tls.swap(pem, key_pem(key))
-        self._next, self._life = None, lifetime(pem)
-        if self._keep is not None:
-            self._keep(pem, key_pem(key))
-        log.info("certificate_renewed", until=round(self.until))
+        if self._next is not None:
+            self.replaced(certificate, key_pem(self._next))
 
 
 def kept_membership(folder: Path, kept: Kept) -> Membership:

@@ -344,6 +344,8 @@ RECURRENT: tuple[TinyModel, ...] = (
 )  # fmt: skip
 
 RUNNABLE = (*ATTENTION, *PERIODIC, *RECURRENT)
+EQUAL_ROWS = frozenset({"minimax-01", *(model.architecture for model in RECURRENT)})
+"""Architectures whose rows of several sequences go into one computation only if they are as many of each."""
 BY_NAME = {model.name: model for model in RUNNABLE}
 REFUSED = (
     "gemma3n", "deepseek4", "rwkv6", "rwkv7", "rwkv6qwen2", "arwkv7", "minimax-01", "kimi-k3", "glm5-next",

@@ -34,7 +34,7 @@ from shardline.model.llama_backend import LlamaBackend
 from shardline.model.llama_shard import load
 from tests.support.tiny_controls import CONTROLS
 from tests.support.tiny_gguf import write_tiny_gguf
-from tests.support.tiny_models import BY_NAME, VOCABULARY, TinyModel
+from tests.support.tiny_models import BY_NAME, EQUAL_ROWS, VOCABULARY, TinyModel
 from tests.support.unsplit import CONTEXT, ROWS, Call, Unsplit, script
 
 CONTENT_ID = "mac1-" + "0" * 64
@@ -86,7 +86,7 @@ def compare(model: TinyModel, folder: Path) -> Record:
     record.proof = cuts.rules.proof
     record.warnings = cuts.warnings()
     record.refused = {p: reason for p in range(1, cuts.n_layers) if (reason := cuts.position_reason(p)) is not None}
-    calls = script(VOCABULARY, model.sequences)
+    calls = script(VOCABULARY, model.sequences, ragged=model.architecture not in EQUAL_ROWS)
     expected = unsplit(path, calls, cuts, model.sequences)
     with _Loaded(source, (0, cuts.n_layers), None, model.sequences) as whole:
         record.whole = max(_run_chain([whole], call, e)[1] for call, e in zip(calls, expected, strict=True))

@@ -40,9 +40,9 @@ class Rows:
 Call = tuple[Rows, ...]
 
 
-def script(vocabulary: int, sequences: int) -> tuple[Call, ...]:
+def script(vocabulary: int, sequences: int, *, ragged: bool) -> tuple[Call, ...]:
     """The calls of a test: prefill, decode of 1, 1 and 2 rows; where there is room for three sequences also two prompts
-    in one call, and all three decoding."""
+    in one call, of different lengths where `ragged`, and all three decoding."""
     rng = np.random.default_rng(7)
 
     def rows(sequence: int, position: int, count: int) -> Rows:
@@ -51,10 +51,11 @@ def script(vocabulary: int, sequences: int) -> tuple[Call, ...]:
     alone: tuple[Call, ...] = ((rows(0, 0, 12),), (rows(0, 12, 1),), (rows(0, 13, 1),), (rows(0, 14, 2),))
     if sequences < 3:
         return alone
+    third = 5 if ragged else 7
     return (
         *alone,
-        (rows(1, 0, 7), rows(2, 0, 7)),
-        (rows(0, 16, 1), rows(1, 7, 1), rows(2, 7, 1)),
+        (rows(1, 0, 7), rows(2, 0, third)),
+        (rows(0, 16, 1), rows(1, 7, 1), rows(2, third, 1)),
     )
 
 

@@ -103,9 +103,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Chunks of one session that a Node takes before it has computed them."""
     # What is kept of sessions that have ended, for prompts that begin alike.
     prefix_share: float = 0.25
-    """Share of a Node's KV capacity that it may take; it gives way to any session. 0: nothing is kept, nor asked for."""
+    """Share of a Node's KV capacity that it may take; it gives way to any session."""
     prefix_sessions: int = 32
-    """How many of them a Node keeps at most; the least recently used goes first."""
+    """How many of them a Node keeps at most; the least recently used goes first. 0: nothing is kept, nor asked for."""
     # Routes.
     ticket_ttl_s: float = 30.0
     """A ticket of the Tracker opens a session for so long."""

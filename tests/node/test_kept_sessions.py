@@ -329,7 +329,7 @@ async def test_an_engine_that_cannot_go_back_keeps_nothing_and_says_so(tmp_path:
 
 
 async def test_a_node_that_is_told_to_keep_nothing(tmp_path: Path) -> None:
-    async with a_node(tmp_path, share=0.0) as node:
+    async with a_node(tmp_path, count=0) as node:
         await node.whole(tokens(100))
         _, lines = node.begin(tokens(100))
         opened = await lines.until("opened")
@@ -360,8 +360,8 @@ def node_text(node: Node, text: str) -> list[int]:
 
 
 async def test_a_thousand_sessions_under_pressure(tmp_path: Path) -> None:
-    """Four at a time, prompts that begin alike in many ways, room for a few, seven sequences. The engine refuses any row
-    that does not fit, so a wrong account fails a session; at the end the engine holds what the account says."""
+    """Four at a time, prompts that begin alike in many ways, room for a few, seven sequences. The engine refuses any
+    row that does not fit, so a wrong account fails a session; at the end the engine holds what the account says."""
     chance = random.Random(7)
     stems = [tokens(chance.randrange(20, 130), seed) for seed in range(12)]
     reused = [0]

@@ -242,7 +242,7 @@ def _check_url(key: str, value: str, where: str) -> None:
 def _check_number(key: str, value: object, where: str) -> None:
     if isinstance(value, float) and not (math.isfinite(value) and value > 0):
         raise _invalid(key, f"{value} ({where}) is not a finite number above 0")
-    least = 0 if key == "worker_restarts" else 1
+    least = 0 if key in ("worker_restarts", "prefix_sessions") else 1
     if isinstance(value, int) and value < least:
         raise _invalid(key, f"{value} ({where}) is less than {least}")
 

@@ -282,7 +282,7 @@ class RunningGeneration:
 
     def _prefix(self) -> Prefix | None:
         """The same for every try."""
-        if self._owner.settings.prefix_share <= 0:
+        if self._owner.settings.prefix_sessions < 1:
             return None
         if self._named is None:
             self._named = prefix_of(self._request.prompt, self._request.key_id)

@@ -53,14 +53,14 @@ class Prefixes:
 
     @property
     def off(self) -> bool:
-        return self._share <= 0 or self._count < 1
+        return self._count < 1
 
     def whole(self, tokens: int, capacity: int) -> int:
         """How many of `tokens` of a session may be kept: whole blocks, within the bounds."""
         return BLOCK * min(tokens // BLOCK, self._most(capacity) // BLOCK, BLOCKS)
 
     def _most(self, capacity: int) -> int:
-        return 0 if self.off else int(self._share * capacity)
+        return 0 if self.off else int(min(1.0, self._share) * capacity)
 
     def find(self, digests: bytes, prompt_tokens: int) -> Match | None:
         """What holds most of a prompt with these digests: whole blocks, and less than all of it, because the last row

@@ -129,6 +129,16 @@ CATALOGUE: dict[str, Fault] = {
         507, SERVER, False, "Free space on that disk, or choose another folder: shardline --state-dir FOLDER …"
     ),
     "part_lost": Fault(500, SERVER, False, "Read the log that the message names, then start the part again."),
+    # Model Artifacts.
+    "artifact_invalid": Fault(
+        400, INVALID, False, "Get the artifact again from its publisher: its description is damaged or not one."
+    ),
+    "artifact_untrusted": Fault(
+        403, PERMISSION, False, "Name the key of its publisher (--public-key, --trust); else --allow-unsigned."
+    ),
+    "artifact_mismatch": Fault(
+        400, INVALID, False, "Get the file again: it is not the one that the artifact describes."
+    ),
     "setting_invalid": Fault(400, INVALID, False, "Correct the named setting."),
 }
 

@@ -37,6 +37,15 @@ def test_another_version_is_refused_and_the_advice_names_the_right_one():
     assert "0.3.35" in caught.value.message and "llama-cpp-python==0.3.36" in caught.value.advice
 
 
+def test_a_library_of_another_commit_is_refused():
+    (verified,) = llama_library.VERSIONS.values()
+    for built in (verified, verified[:7], f"{verified[:7]}-dirty", "unknown", ""):
+        llama_library.check_commit(built, verified)
+    with pytest.raises(ShardlineError, match="deadbee") as caught:
+        llama_library.check_commit("deadbee-dirty", verified)
+    assert caught.value.code == "engine_unavailable"
+
+
 def test_a_missing_package_is_engine_unavailable():
     """In a process of its own, in which the package cannot be found."""
     code = """

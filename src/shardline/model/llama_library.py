@@ -95,6 +95,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_get_embeddings_layer_inp": (c_void_p, (_CONTEXT, c_uint32)),
     "llama_set_embeddings_nextn": (None, (_CONTEXT, c_bool, c_bool)),
     "llama_get_embeddings_nextn": (c_void_p, (_CONTEXT,)),
+    "ggml_commit": (c_char_p, ()),
     "ggml_graph_get_tensor": (TENSOR, (c_void_p, c_char_p)),
     "ggml_set_output": (None, (TENSOR,)),
     "ggml_get_name": (c_char_p, (TENSOR,)),
@@ -245,8 +246,9 @@ def library() -> LlamaLibrary:
     check_layout(
         _filled(libraries, "llama_context_default_params", package.llama_cpp.llama_context_params), _CONTEXT_DEFAULTS
     )
-    c.llama_backend_init()
     version = str(package.__version__)
+    check_commit(c.ggml_commit().decode(), VERSIONS[version])
+    c.llama_backend_init()
     return LlamaLibrary(c, package.llama_cpp, version, VERSIONS[version], log)
 
 
@@ -270,6 +272,13 @@ def check_version(version: str) -> None:
             f"llama-cpp-python {version:.40} is not one that this engine was verified with",
             f"Install the verified version: pip install llama-cpp-python=={verified}",
         )
+
+
+def check_commit(built: str, verified: str) -> None:
+    """`engine_unavailable` where the library says that it is of another commit. Some builds do not know theirs."""
+    commit = built.removesuffix("-dirty")
+    if commit not in ("", "unknown") and not verified.startswith(commit):
+        raise _unavailable(f"llama.cpp {commit:.40} is in place of {verified[:7]}, which this engine was verified with")
 
 
 def _libraries(package: ModuleType) -> list[ctypes.CDLL]:

@@ -18,9 +18,9 @@ HEAD = """# Coverage of the llama.cpp engine
 Each model below is tiny and has random weights: from its metadata, llama.cpp itself says which tensors it has. Its
 whole file runs in the bare library; its parts are cut, written, loaded and fed by the code that a Node runs. Both get
 the same calls: 12 rows of a prompt, then 1, 1 and 2 rows, then two prompts in one call (of 7 and 5 rows; of 7 and 7 in
-models with recurrent layers, which llama.cpp computes so), then one row of each of the three sequences. Compared are the
-rows behind each part, with the rows inside the whole model, and the logits. **0** means that every number is the same;
-any other difference is a share of the largest number.
+models with recurrent layers, which llama.cpp computes so), then one row of each of the three sequences. Compared are
+the rows behind each part, with the rows inside the whole model, and the logits. **0** means that every number is the
+same; any other difference is a share of the largest number.
 
 "cut" lists each position at which the model was cut in two, and the chains of more parts, with rows taken by the
 sampler tap; the last of them ran once more with each of "other taps". "refused" is each position at which it cannot be

@@ -105,6 +105,11 @@ def main() -> None:
             print(f"p99 {hop['hop_p99_us']:.0f} us ({hop['hops']:.0f} hops)")
             print(f"  whole step at the client: p50 {hop['step_p50_us']:.0f} us, p99 {hop['step_p99_us']:.0f} us")
             print(
+                f"  hop over HTTPS: p50 {hop['https_hop_p50_us']:.0f} us, p99 {hop['https_hop_p99_us']:.0f} us;",
+                end=" ",
+            )
+            print(f"step p50 {hop['https_step_p50_us']:.0f} us, p99 {hop['https_step_p99_us']:.0f} us")
+            print(
                 f"  with engines in worker processes, hand-over included: hop p50 {hop['worker_hop_p50_us']:.0f} us,",
                 end=" ",
             )

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from bench.figures import quantile
 from bench.running import Running
 from shardline.cli import cluster as parts
 from shardline.cli.config import resolve
-from shardline.cli.supervisor import PROGRAM, Supervisor
+from shardline.cli.supervisor import PROGRAM, Part, Supervisor
 
+START_S = 30.0
 WARM_UP = 50
 """Steps at the start of each generation that are not counted: connections open, code is loaded."""
 
@@ -61,8 +63,14 @@ def measure(folder: Path, steps: int, rounds: int) -> dict[str, float]:
     program = (sys.executable, "-m", "bench.hops", str(folder))
     periods, _ = _drive(folder / "inline", ("--inline",), program, steps, rounds)
     hops = _between(*(json.loads((folder / f"node-{i}.notes").read_text()) for i in (1, 2)))
+    secure, _ = _drive(folder / "https", ("--inline",), program, steps, rounds, keys=True)
+    secure_hops = _between(*(json.loads((folder / f"node-{i}.notes").read_text()) for i in (1, 2)))
     whole, compute_us = _drive(folder / "workers", (), PROGRAM, steps, rounds)
     return {
+        "https_hop_p50_us": quantile(secure_hops, 0.5),
+        "https_hop_p99_us": quantile(secure_hops, 0.99),
+        "https_step_p50_us": quantile(secure, 0.5),
+        "https_step_p99_us": quantile(secure, 0.99),
         "hop_p50_us": quantile(hops, 0.5),
         "hop_p99_us": quantile(hops, 0.99),
         "hops": float(len(hops)),
@@ -75,9 +83,12 @@ def measure(folder: Path, steps: int, rounds: int) -> dict[str, float]:
 
 
 def _drive(
-    folder: Path, flags: tuple[str, ...], program: Sequence[str], steps: int, rounds: int
+    folder: Path, flags: tuple[str, ...], program: Sequence[str], steps: int, rounds: int, *, keys: bool = False
 ) -> tuple[list[float], float]:
-    """Microseconds between tokens at the client, and what both engines together compute in a step."""
+    """Microseconds between tokens at the client, and what both engines together compute in a step.
+
+    `keys`: of a cluster with keys, whose Nodes join by lines and speak HTTPS.
+    """
     folder.mkdir()
     script = folder / "script.json"
     script.write_text(json.dumps({"model": "bench", "n_layers": 2, "answer": ["a", "b"], "eos": False}))
@@ -87,14 +98,30 @@ def _drive(
     periods: list[float] = []
     computed: list[float] = []
     with Supervisor(folder / "logs", lambda child: None, program=program) as supervisor:
-        running = parts.Cluster(supervisor, plan, print)
-        running.start(configuration, shared)
-        client = Running(running.gateway_url)
+        if keys:
+            client = Running(_start_joined(supervisor, replace(plan, listen="127.0.0.1"), shared))
+        else:
+            running = parts.Cluster(supervisor, plan, print)
+            running.start(configuration, shared)
+            client = Running(running.gateway_url)
         for _ in range(rounds):
             timed = client.generate("x", steps)
             periods += [1e6 * (b - a) for a, b in pairwise(timed.arrivals_s[WARM_UP:])]
             computed.append(1e3 * sum(hop["compute_ms"] or 0.0 for hop in timed.telemetry["route"]["hops"]))
     return periods, quantile(computed, 0.5)
+
+
+def _start_joined(supervisor: Supervisor, plan: parts.Plan, flags: parts.GlobalFlags) -> str:
+    """The same cluster with keys, on loopback; the URL of its Gateway."""
+    tracker = supervisor.start(parts.tracker_part(plan, flags))
+    supervisor.until_ready([tracker], within_s=START_S)
+    gateway = supervisor.start(parts.gateway_part(plan, flags, str(tracker.url)))
+    supervisor.until_ready([gateway], within_s=START_S)
+    for number, (first, last) in enumerate(plan.ranges, 1):
+        words = ("node", "--join", tracker.line, "--model", str(plan.model), "--layers", f"{first}:{last}")
+        node = supervisor.start(Part(f"node-{number}", (*flags.all, *words, *plan.node_arguments)))
+        supervisor.until_ready([node], within_s=START_S)
+    return str(gateway.url)
 
 
 def _between(head: list[tuple[int, int]], tail: list[tuple[int, int]]) -> list[float]:

@@ -59,14 +59,15 @@ class Child:
         self.url: str | None = None
         self.started = time.monotonic()
         self._unread = b""
-        self._line = ""
+        self.line = ""
+        """For joining, as the part announced it last; a Tracker with cluster keys does."""
         self._on_line: Callable[[str], None] | None = None
 
     def on_line(self, say: Callable[[str], None]) -> None:
         """`say` the last line for joining that the part announced, and each that follows."""
         self._on_line = say
-        if self._line:
-            say(self._line)
+        if self.line:
+            say(self.line)
 
     @property
     def ended(self) -> bool:
@@ -100,9 +101,9 @@ class Child:
             return False
         if phase == "inviting":
             # News for people, and no phase of the part's life.
-            self._line = str(said.get("line", ""))
+            self.line = str(said.get("line", ""))
             if self._on_line is not None:
-                self._on_line(self._line)
+                self._on_line(self.line)
             return False
         self.phase = str(phase)
         self.facts = said

@@ -175,7 +175,8 @@ class Outbox:
 
     async def _watch_link(self, peer: TicketPeer) -> None:
         while True:
-            await asyncio.sleep(self._settings.push_s)
+            # Pause and probe together stay below `push_s`: a cut is told within that limit in prefill, too.
+            await asyncio.sleep(self._settings.push_s / 2)
             if not await self._probe(peer.url):
                 raise ShardlineError("seam_lost", "no answer over the link while a chunk was on its way")
 

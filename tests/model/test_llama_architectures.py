@@ -25,6 +25,7 @@ CUTS = {
     "falcon-h1": (3, 6),
     "qwen35": (4,),
     "kimi-linear": (2, 5),
+    "plamo2": (2, 6),
 }
 RECURRENT = ["mamba", "falcon-h1", "qwen35"]
 
@@ -41,6 +42,7 @@ def test_prompts_of_unequal_length_in_one_batch(tmp_path, name):
                 route.run([(0, 0, (5, 6, 7, 8, 9, 10, 11)), (1, 0, (12, 13, 14)), (2, 0, (15, 16, 17))]),
                 route.run([(1, 3, (18,)), (0, 7, (19,))]),
                 route.run([(2, 3, (18, 19)), (0, 8, (20,)), (1, 4, (21,))]),
+                route.run([(1, 5, (22,)), (2, 5, (23,))]),
             ]
         )
         route.close()

@@ -69,6 +69,8 @@ class LlamaRules:
     sparse_layer: bool = False
     """Each part must have a layer behind the leading dense ones."""
     min_layers: int = 1
+    one_sequence: bool = False
+    """Rows of several sequences in one call end the process, whole or cut: each is computed alone."""
     output_required: bool = False
     """`output.weight` must be in each file, even where its result is not used."""
     embedding: Literal["key", "sqrt_width", "sqrt_width_always"] | None = None
@@ -333,7 +335,11 @@ ROWS: tuple[Architecture, ...] = (
     _untried("spark2_5", LlamaRules(window=Window()), rollback="within_window"),
     _untried("maple", LlamaRules(window=Window(), output_required=True), rollback="within_window"),
     _untried("dots3note", LlamaRules(window=Window(), unwindowed_layer=True), rollback="within_window"),
-    _untried("plamo2", LlamaRules(residual="ffn_residual-{last}", recurrent="no_kv_heads"), rollback="never"),
+    _untried(
+        "plamo2",
+        LlamaRules(residual="ffn_residual-{last}", recurrent="no_kv_heads", one_sequence=True),
+        rollback="never",
+    ),
     _untried("glm4", LlamaRules(sections="need"), "glm4"),
     _untried(
         "nanbeige",

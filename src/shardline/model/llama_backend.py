@@ -53,6 +53,8 @@ class LoadedShard:
     equal_rows: bool
     """Entries of one call must have the same number of rows: the library would cut the call into several, and a tap
     sees only the last."""
+    one_sequence: bool
+    """Each entry is a call of its own: the library's graph for this architecture takes one sequence only."""
     window: int
     """Of sliding attention whose passed part is dropped; 0: nothing is."""
     recurrent: bool
@@ -242,13 +244,17 @@ class LlamaBackend:
         calls: list[list[_Row]] = []
         room = 0
         for row in rows:
-            same = bool(calls) and (not self._shard.equal_rows or calls[-1][-1].entry.rows == row.entry.rows)
-            if not same or row.entry.rows > room:
+            if not calls or row.entry.rows > room or not self._fit_together(calls[-1][-1], row):
                 calls.append([])
                 room = self._shard.rows
             calls[-1].append(row)
             room -= row.entry.rows
         return calls
+
+    def _fit_together(self, one: _Row, other: _Row) -> bool:
+        if self._shard.one_sequence:
+            return False
+        return not self._shard.equal_rows or one.entry.rows == other.entry.rows
 
     def _decode(self, call: Sequence[_Row]) -> list[BackendOutput | Exception]:
         try:

@@ -75,6 +75,7 @@ class _Making:
     def shard(self, held: ExitStack) -> LoadedShard:
         """Make the rest; what must be freed goes into `held`."""
         c, source, pointer = self.library.c, self.source, self.model.pointer
+        rules = architectures.of_gguf(source.shape.architecture).llama
         width: int = c.llama_model_n_embd_inp(pointer)
         if not source.whole and width != source.shape.hidden_size:
             raise ShardlineError(
@@ -103,6 +104,7 @@ class _Making:
             embedding=embedding,
             divisor=source.header.number("shardline.input.divisor", 1.0),
             equal_rows=self.model.recurrent,
+            one_sequence=rules is not None and rules.one_sequence,
             window=0 if plan.swa_full else c.llama_model_n_swa(pointer),
             recurrent=self.model.recurrent,
             text=text,

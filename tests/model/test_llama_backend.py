@@ -95,6 +95,15 @@ def test_too_many_and_no_rows_are_refused_before_the_library_would_abort(middle)
         refused(middle.run([entry([1] * count, 0, [bytes(ROW * count)])]), "engine_error")
 
 
+def test_a_buffer_is_never_smaller_than_a_call(folder):
+    """The library would end the process for the first prompt that is."""
+    shard = load(spec(folder, 10, 11, kv_tokens=10, rows=300))
+    assert shard.describe().kv_capacity_tokens == 512
+    shard.open(0)
+    hidden_of(shard, [entry([1] * 300, 0, [rows(300)])])
+    shard.unload()
+
+
 def test_more_rows_than_one_call_takes_are_computed_in_several(folder):
     small = load(spec(folder, 10, 12, rows=16))
     large = load(spec(folder, 10, 12))
@@ -229,7 +238,7 @@ def test_a_state_of_another_shard_or_a_damaged_one_is_refused(folder, middle):
 
 def test_no_room_fails_the_entry_alone_and_changes_nothing(folder):
     """Never met by admitted sessions, whose tokens are counted; here nobody counts."""
-    shard = load(spec(folder, 10, 12, kv_tokens=256))
+    shard = load(spec(folder, 10, 12, kv_tokens=256, rows=200))
     assert shard.describe().kv_capacity_tokens == 256
     shard.open(0)
     shard.open(1)

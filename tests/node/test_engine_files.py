@@ -22,7 +22,7 @@ pytestmark = pytest.mark.smollm2
 
 def options(tmp_path: Path, engine: str = "llama", **given: Any) -> NodeOptions:
     return NodeOptions(
-        settings=Settings(),
+        settings=given.pop("settings", Settings()),
         tracker_url="http://127.0.0.1:1",
         model=str(given.pop("model", demo_model())),
         engine=engine,
@@ -65,6 +65,12 @@ async def test_the_whole_model_and_other_engines_need_no_files(tmp_path: Path) -
         assert ("kv_tokens" in files.spec().options) == (engine == "llama")
         await files.make(lambda done, total: None)
     assert not (tmp_path / "shards").exists()
+
+
+def test_the_engine_takes_the_largest_chunk_that_the_settings_allow(tmp_path: Path) -> None:
+    for chunk, rows in ((64, 512), (512, 512), (2048, 2048)):
+        given = options(tmp_path, settings=Settings(prefill_chunk_max=chunk))
+        assert EngineFiles(given, inspect_model(given), 0, 30).spec().options["rows"] == rows
 
 
 async def test_a_range_that_cannot_be_cut_is_told(tmp_path: Path) -> None:

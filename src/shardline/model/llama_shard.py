@@ -114,7 +114,8 @@ class _Making:
     def _plan(self) -> ContextPlan:
         options = self.options
         return ContextPlan(
-            kv_tokens=options.kv_tokens or min(self.context_length, KV_TOKENS),
+            # The library takes no call that is larger than the buffer: it ends the process.
+            kv_tokens=max(options.rows, options.kv_tokens or min(self.context_length, KV_TOKENS)),
             sessions=options.sessions or (SESSIONS_RECURRENT if self.model.recurrent else SESSIONS),
             rows=options.rows,
             outputs=0 if self.source.is_tail else options.rows,

@@ -21,6 +21,8 @@ from shardline.options import NodeOptions
 
 FOLDER = "shards"
 """In the state folder."""
+_CALL_ROWS = 512
+"""Most rows of an engine call: a prefill chunk, or a row of each session."""
 
 
 class EngineFiles:
@@ -42,6 +44,7 @@ class EngineFiles:
         given: dict[str, Any] = {"content_id": self._facts.content_id}
         if self._kv_tokens is not None:
             given["kv_tokens"] = self._kv_tokens
+            given["rows"] = max(_CALL_ROWS, options.settings.prefill_chunk_max)
         if self._cut:
             given["shard_file"] = str(self._files.shard_path(self._facts.content_id, first, last))
             if self._has_text:

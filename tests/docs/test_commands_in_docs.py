@@ -2,7 +2,8 @@
 
 A fenced `console` block holds commands behind `$ `, a `python` block a program. `<!-- scene: NAME -->` begins a fresh
 cluster; commands that serve stay in the background until the scene ends, and must then end cleanly. A block that cannot
-run stands behind `<!-- not run: REASON -->`. Ports and the example addresses are replaced by free ones on loopback.
+run stands behind `<!-- not run: REASON -->`. Ports and the example addresses are replaced by free ones on loopback, and
+`TOKEN.PIN` by what was printed last.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.background: list[subprocess.Popen[str]] = []
+        self._used: set[str] = set()
         self._replaced = {
             "8080": free_port(),
             "7070": free_port(),
@@ -99,7 +101,19 @@ class Stage:
     def local(self, text: str) -> str:
         for known, own in self._replaced.items():
             text = text.replace(known, own)
-        return text
+        return text.replace("TOKEN.PIN", self.token_and_pin()) if "TOKEN.PIN" in text else text
+
+    def token_and_pin(self) -> str:
+        """Of the line for joining that nobody has used yet."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            printed = "".join((self.folder / f"{i}.out").read_text() for i in range(len(self.background)))
+            for found in reversed(re.findall(r"--join '[^'#]+#([^']+)'", printed)):
+                if found not in self._used:
+                    self._used.add(found)
+                    return str(found)
+            time.sleep(0.05)
+        raise AssertionError("no fresh line for joining was printed")
 
     def command(self, line: str) -> None:
         words = line.split()

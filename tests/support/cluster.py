@@ -89,9 +89,11 @@ class Process:
 class Cluster:
     """A running cluster. `nodes[i]` are the Nodes in the order in which they were asked for."""
 
-    def __init__(self, folder: Path, settings: Json) -> None:
+    def __init__(self, folder: Path, settings: Json, environment: dict[str, str] | None = None) -> None:
+        """`environment`: added to what the processes inherit."""
         self.folder = folder
         self.settings = settings
+        self.environment = environment or {}
         self.processes: list[Process] = []
         self.nodes: list[Process] = []
         self.proxies: dict[int, StepProxy] = {}
@@ -109,7 +111,7 @@ class Cluster:
             flags += ["--set", f"{key}={value}"]
         environment = {
             k: v for k, v in os.environ.items() if not k.startswith("SHARDLINE_") and not k.lower().endswith("_proxy")
-        }
+        } | self.environment
         with log.open("ab") as stderr:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -350,21 +352,26 @@ async def model_cluster(
     model: Path,
     *,
     layers: Sequence[str],
+    engine: str = "torch",
     settings: Json | None = None,
     proxied: Sequence[int] = (),
     node_arguments: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
 ) -> AsyncIterator[Cluster]:
-    """A cluster on the PyTorch engine, with one Node and one engine worker for each range of `layers`."""
-    cluster = Cluster(folder, settings or {})
+    """A cluster on an engine that computes, with one Node and one engine worker for each range of `layers`."""
+    cluster = Cluster(folder, settings or {}, environment)
     try:
         await cluster.start_tracker()
         gateway = asyncio.create_task(cluster.start_gateway())
         for number, span in enumerate(layers):
-            # One at a time: loading is bound by the two cores, and each has its limit.
-            flags = ["--engine", "torch", "--layers", span, *node_arguments]
+            flags = ["--engine", engine, "--layers", span, *node_arguments]
             node = await cluster.start_node(str(model), *flags, proxied=number in proxied)
-            await node.until("ready", 120)
+            if engine == "torch":
+                # One at a time: importing it is bound by the two cores, and each load has its limit.
+                await node.until("ready", 120)
         await gateway
+        for node in cluster.nodes:
+            await node.until("ready", 300)
         models = (await cluster.http.get(f"{cluster.gateway.url}/v1/models")).json()["data"]
         cluster.model = models[0]["id"]
         yield cluster

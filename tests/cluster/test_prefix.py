@@ -7,11 +7,11 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, Json, scripted_cluster, until, worker_pid
+from tests.support.cluster import Cluster, scripted_cluster, until, worker_pid
+from tests.support.reuse import check_reuse, completed
 
 pytestmark = pytest.mark.timeout(120)
 TWO = ("0:3", "3:6")
@@ -19,30 +19,6 @@ TWO = ("0:3", "3:6")
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(3, 250), k=count)
-
-
-async def completed(cluster: Cluster, prompt: list[int], count: int = 6, **more: Any) -> Json:
-    """A whole answer, with its account when all Nodes have said their last numbers."""
-    key = more.pop("key", None)
-    body = {"model": cluster.model, "prompt": prompt, "max_tokens": count, "temperature": 0, **more}
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    answer = await cluster.http.post(f"{cluster.gateway.url}/v1/completions", json=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    session = answer.headers["shardline-route-session"]
-    record = (await cluster.http.get(f"{cluster.gateway.url}/v1/route-sessions/{session}", headers=headers)).json()
-    return {**answer.json(), "record": record, "text": answer.json()["choices"][0]["text"]}
-
-
-def check_reuse(answer: Json, cached: int, reason: str | None = None) -> None:
-    """Usage, telemetry, and the rows that really crossed each Seam say the same."""
-    prompt = answer["usage"]["prompt_tokens"]
-    prefill = answer["record"]["prefill"]
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached, prefill
-    assert (prefill["cached"], prefill["done"], prefill["total"]) == (cached, prompt, prompt)
-    assert [seam["prefill"]["rows"] for seam in answer["record"]["seams"][:-1]] == [prompt - cached] * (
-        len(answer["record"]["route"]["hops"]) - 1
-    )
-    assert prefill["reuse"] == reason
 
 
 async def names(cluster: Cluster) -> list[str]:

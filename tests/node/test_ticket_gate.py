@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -12,7 +14,7 @@ from shardline.errors import ShardlineError
 from shardline.model.backend import ShardDescription
 from shardline.node import tickets as tickets_module
 from shardline.node.tickets import TicketGate
-from shardline.wire.messages import EngineInfo, OpenSession, Ticket, TicketPeer
+from shardline.wire.messages import EngineInfo, OpenSession, Sampling, Ticket, TicketPeer
 from shardline.wire.steps import TOKENS_ONLY
 from shardline.wire.tickets import public_bytes, sign
 
@@ -93,3 +95,18 @@ def test_tickets_expire_and_are_used_once() -> None:
     assert admit(gate, opening(ticket, secrets.token_hex(16)), NOW + 31) == "ticket_invalid"
     assert admit(gate, opening(ticket, secrets.token_hex(16)), NOW + 29) == "ok"
     assert admit(gate, opening(ticket, secrets.token_hex(16)), NOW + 29) == "ticket_used"
+
+
+@pytest.mark.parametrize(("vocab_size", "answer"), [(10, "invalid_value"), (0, "ok"), (400, "ok")])
+def test_token_ids_are_checked_where_the_vocabulary_is_known(vocab_size: int, answer: str) -> None:
+    """A Shard in the middle may not know it."""
+    request = msgspec.structs.replace(
+        opening(a_ticket(), secrets.token_hex(16)), sampling=Sampling(logit_bias={300: 1.0}, stop_ids=[301])
+    )
+    gate = TicketGate("n-me")
+    try:
+        gate.admit(request, ticket_key=public_bytes(TRACKER), shard=replace(SHARD, vocab_size=vocab_size), now=NOW)
+        code = "ok"
+    except ShardlineError as error:
+        code = error.code
+    assert code == answer

@@ -89,9 +89,10 @@ class TicketGate:
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    """Numbers that an engine can hold: its channel has 64 bits, its vocabulary an end."""
+    """Numbers that an engine can hold: its channel has 64 bits, its vocabulary an end (0: a Shard in the middle may not
+    know it, and does not sample)."""
     ids = [*sampling.logit_bias, *sampling.stop_ids]
-    if any(not 0 <= i < max(vocab_size, 1) for i in ids):
+    if any(not 0 <= i < (vocab_size or 1 << 31) for i in ids):
         raise ShardlineError(
             "invalid_value", f"a token id lies outside the vocabulary of {vocab_size}", param="sampling"
         )

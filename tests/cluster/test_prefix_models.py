@@ -1,0 +1,121 @@
+"""Prefix reuse of real models over 2 and 3 Nodes: the answers are those of a route that reuses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import Cluster, Json, model_cluster
+from tests.support.reuse import check_reuse, completed
+
+pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(400)]
+TWO, THREE = ("0:15", "15:30"), ("0:10", "10:20", "20:30")
+ROUTES = [
+    pytest.param(engine, layers, id=f"{engine}-{len(layers)}", marks=getattr(pytest.mark, engine))
+    for engine in ("torch", "llama")
+    for layers in (TWO, THREE)
+]
+TEXT = (
+    "<|im_start|>user\nA shard is a piece of something larger. It may be sharp, or old, or both. Tell me about three "
+    "kinds of shards, where they are found, and what people do with them.<|im_end|>\n<|im_start|>assistant\n"
+)
+QUESTION = "<|im_end|>\n<|im_start|>user\nWhich is the oldest? Answer briefly.<|im_end|>\n<|im_start|>assistant\n"
+PENALTIES = {"repeat_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {"260": 2}}
+NEAR_TIE = 1e-3
+
+
+@asynccontextmanager
+async def routes(folder: Path, engine: str, layers: tuple[str, ...]) -> AsyncIterator[tuple[Cluster, str]]:
+    """A cluster, and a second Gateway of it that reuses nothing: the same Nodes compute the whole prompt."""
+    pytest.importorskip({"torch": "torch", "llama": "llama_cpp"}[engine])
+    from shardline.cli.demo_model import demo_model
+
+    arguments = ("--threads", "1", "--kv-tokens", "4096")
+    async with model_cluster(folder, demo_model(), layers=layers, engine=engine, node_arguments=arguments) as cluster:
+        reusing = cluster.gateway
+        cluster.settings = {"prefix_sessions": 0}
+        plain = (await cluster.start_gateway()).url
+        cluster.gateway = reusing
+        yield cluster, plain
+
+
+async def ids_of(cluster: Cluster, text: str) -> list[int]:
+    answer = await cluster.control("POST", f"{cluster.nodes[0].url}/v1/tokenize", json={"text": text})
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["tokens"])
+
+
+def check_same(answer: Json, plain: Json) -> None:
+    """Equal tokens and numbers as near as batch shapes let them be; or the first difference is where two tokens were as
+    good as equal."""
+    found, wanted = (a["choices"][0]["logprobs"] for a in (answer, plain))
+    for step, (token, right) in enumerate(zip(found["tokens"], wanted["tokens"], strict=False)):
+        best, second = sorted(wanted["top_logprobs"][step].values(), reverse=True)[:2]
+        if token != right:
+            assert best - second < NEAR_TIE, f"step {step}: {token!r} where {right!r} was expected"
+            print(f"near-tie at step {step}: {token!r} for {right!r}, {best - second:.6f}")
+            return
+        assert abs(found["token_logprobs"][step] - wanted["token_logprobs"][step]) < 0.05, (step, token)
+    assert len(found["tokens"]) == len(wanted["tokens"])
+
+
+@pytest.mark.parametrize(("engine", "layers"), ROUTES)
+async def test_second_turns_compute_the_rest_and_say_the_same(
+    tmp_path: Path, engine: str, layers: tuple[str, ...]
+) -> None:
+    async with routes(tmp_path, engine, layers) as (cluster, plain_url):
+        first = await ids_of(cluster, TEXT)
+
+        async def both(prompt: list[int], cached: int, reason: str | None = None, **more: Any) -> Json:
+            plain = await completed(cluster, prompt, 24, logprobs=2, url=plain_url, **more)
+            check_reuse(plain, 0, "off: nothing is kept here")
+            answer = await completed(cluster, prompt, 24, logprobs=2, **more)
+            check_reuse(answer, cached, reason)
+            check_same(answer, plain)
+            await cluster.until_free()
+            return answer
+
+        one = await both(first, 0, "nothing kept of this prompt")
+        said = await ids_of(cluster, one["text"])
+        second = [*first, *said, *await ids_of(cluster, QUESTION)]
+        # What the engine computed of the first turn: its prompt, and all of its answer but the last token.
+        computed = [*first, *said[:23]]
+        whole = 32 * (len(computed) // 32)
+        assert whole > 32
+        await both(second, whole)
+        again = 32 * ((len(second) - 1) // 32)
+        await both(second, again)
+        await both(second, again, **PENALTIES)
+        diverging = [*second[:45], *await ids_of(cluster, " pottery, and nothing else. Why?" + QUESTION)]
+        await both(diverging, 32)
+        for number in range(len(layers)):
+            kv = await cluster.kv(number)
+            assert (kv["used_tokens"], kv["reserved_tokens"]) == (0, 0)
+            assert 0 < kv["cached_tokens"] <= 1024
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "llama")]
+)
+async def test_a_chat_as_clients_send_it(tmp_path: Path, engine: str) -> None:
+    """Messages, not ids: the answer comes back as text, and is found again."""
+    async with routes(tmp_path, engine, TWO) as (cluster, plain_url):
+        messages = [{"role": "user", "content": "Name three kinds of shards, each in one short sentence, and say why."}]
+        for turn in range(3):
+            body = {"model": cluster.model, "messages": messages, "max_tokens": 40, "temperature": 0}
+            plain, answer = [
+                (await cluster.http.post(f"{url}/v1/chat/completions", json=body)).json()
+                for url in (plain_url, cluster.gateway.url)
+            ]
+            assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+            usage = answer["usage"]
+            had = usage["prompt_tokens_details"]["cached_tokens"]
+            assert (had > 0) == (turn > 0), (turn, usage)
+            assert usage["prompt_tokens"] - had < 80
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "Say more about the second one."}]
+            messages[-2].pop("refusal", None)
+            await cluster.until_free()

@@ -18,6 +18,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -28,7 +29,9 @@ DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8"
 HEADER_LIMIT = 16 << 10
 ENTRY_BYTES = 40
 _ENTRY = struct.Struct("<16sIIIBBH8x")
+_RESERVED = bytes(8)
 _U64 = struct.Struct("<Q")
+_REMEMBERED_BYTES = 1024
 
 LANE_DECODE = 0
 LANE_PREFILL = 1
@@ -73,7 +76,7 @@ class LayoutTensor(NamedTuple):
 class SeamLayout:
     """Ordered list of the tensors that cross a Seam beside the token ids. Empty in front of the head."""
 
-    __slots__ = ("digest", "row_bytes", "tensors")
+    __slots__ = ("_hash", "digest", "row_bytes", "tensors")
 
     def __init__(self, tensors: Sequence[LayoutTensor] = ()) -> None:
         names = [t.name for t in tensors]
@@ -87,12 +90,13 @@ class SeamLayout:
         """Bytes of one row over all tensors, token id not counted."""
         canonical = msgspec.json.encode([[t.name, t.dtype, list(t.shape)] for t in self.tensors])
         self.digest = hashlib.sha256(canonical).hexdigest()[:16]
+        self._hash = hash(self.tensors)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SeamLayout) and other.tensors == self.tensors
+        return self is other or (isinstance(other, SeamLayout) and other.tensors == self.tensors)
 
     def __hash__(self) -> int:
-        return hash(self.tensors)
+        return self._hash
 
     def to_json(self) -> list[list[object]]:
         return [[t.name, t.dtype, list(t.shape)] for t in self.tensors]
@@ -133,33 +137,44 @@ def encode(steps: Sequence[Step], layout: SeamLayout) -> list[bytes | memoryview
     """
     n_rows = 0
     records = bytearray()
-    for step in steps:
-        e = step.entry
-        records += _ENTRY.pack(e.key, e.seq, e.position, e.rows, e.hop, e.lane, e.flags)
-        n_rows += e.rows
-        if len(step.tokens) != 4 * e.rows or len(step.hidden) != len(layout.tensors):
+    tokens: list[bytes | memoryview] = []
+    rows: list[list[bytes | memoryview]] = [[] for _ in layout.tensors]
+    for entry, ids, hidden in steps:
+        n = entry.rows
+        records += _ENTRY.pack(*entry)
+        n_rows += n
+        if len(ids) != 4 * n or len(hidden) != len(rows):
             raise ValueError("step does not fit its entry")
-    parts: list[str] = [
-        f'{{"__metadata__":{{"layout":"{layout.digest}"}},"entries":{{"dtype":"U8","shape":[{len(steps)},{ENTRY_BYTES}],'
-        f'"data_offsets":[0,{len(records)}]}}'
+        tokens.append(ids)
+        for buffers, buffer, tensor in zip(rows, hidden, layout.tensors, strict=True):
+            if len(buffer) != tensor.row_bytes * n:
+                raise ValueError("step does not fit its Seam layout")
+            buffers.append(buffer)
+    pieces: list[bytes | memoryview] = [_header(len(tokens), n_rows, layout) + bytes(records), *tokens]
+    for buffers in rows:
+        pieces += buffers
+    return pieces
+
+
+@lru_cache(maxsize=1024)
+def _header(entries: int, rows: int, layout: SeamLayout) -> bytes:
+    """Length and header of a document. Remembered, because one decode step is like the last."""
+    offset = ENTRY_BYTES * entries
+    parts = [
+        f'{{"__metadata__":{{"layout":"{layout.digest}"}},"entries":{{"dtype":"U8","shape":[{entries},{ENTRY_BYTES}],'
+        f'"data_offsets":[0,{offset}]}}',
+        f',"tokens":{{"dtype":"I32","shape":[{rows}],"data_offsets":[{offset},{offset + 4 * rows}]}}',
     ]
-    offset = len(records)
-    parts.append(f',"tokens":{{"dtype":"I32","shape":[{n_rows}],"data_offsets":[{offset},{offset + 4 * n_rows}]}}')
-    offset += 4 * n_rows
-    body: list[bytes | memoryview] = [bytes(records), *(s.tokens for s in steps)]
-    for i, t in enumerate(layout.tensors):
-        size = t.row_bytes * n_rows
-        shape = ",".join(map(str, (n_rows, *t.shape)))
+    offset += 4 * rows
+    for t in layout.tensors:
+        size = t.row_bytes * rows
+        shape = ",".join(map(str, (rows, *t.shape)))
         parts.append(f',"{t.name}":{{"dtype":"{t.dtype}","shape":[{shape}],"data_offsets":[{offset},{offset + size}]}}')
         offset += size
-        for step in steps:
-            if len(step.hidden[i]) != t.row_bytes * step.entry.rows:
-                raise ValueError("step does not fit its Seam layout")
-            body.append(step.hidden[i])
     parts.append("}")
     header = "".join(parts).encode()
     header += b" " * (-len(header) % 8)
-    return [_U64.pack(len(header)) + header, *body]
+    return _U64.pack(len(header)) + header
 
 
 def _bad(why: str) -> ShardlineError:
@@ -177,32 +192,39 @@ def decode(body: bytes | bytearray | memoryview, layout: SeamLayout) -> list[Ste
     (header_len,) = _U64.unpack_from(view)
     if header_len > HEADER_LIMIT or 8 + header_len > len(view):
         raise _bad(f"header of {header_len} bytes, limit {HEADER_LIMIT}, body of {len(view)}")
-    tensors = _read_header(bytes(view[8 : 8 + header_len]), layout)
     data = view[8 + header_len :]
-    entries, n_rows = _check_shapes(tensors, layout, len(data))
+    read = _remembered_shapes if header_len <= _REMEMBERED_BYTES else _shapes
+    entries, n_rows = read(bytes(view[8 : 8 + header_len]), layout, len(data))
+    # Behind the entries: the token ids, then one tensor of the layout after another.
+    sizes = (4, *(t.row_bytes for t in layout.tensors))
+    starts = [ENTRY_BYTES * entries]
+    for size in sizes[:-1]:
+        starts.append(starts[-1] + size * n_rows)
     steps = []
-    base = ENTRY_BYTES * entries
-    starts = [base]
-    for t in layout.tensors:
-        starts.append(tensors[t.name].data_offsets[0])
     row = 0
     for i in range(entries):
         raw = bytes(data[ENTRY_BYTES * i : ENTRY_BYTES * (i + 1)])
         entry = Entry(*_ENTRY.unpack(raw))
-        if entry.rows < 1 or row + entry.rows > n_rows:
+        end = row + entry.rows
+        if entry.rows < 1 or end > n_rows:
             raise _bad(f"entry {i} claims {entry.rows} rows, {n_rows - row} are left")
-        if entry.lane > LANE_PREFILL or entry.flags & ~_KNOWN_FLAGS or any(raw[32:]):
+        if entry.lane > LANE_PREFILL or entry.flags & ~_KNOWN_FLAGS or raw[32:] != _RESERVED:
             raise _bad(f"entry {i} has an unknown lane, flag or reserved byte")
-        tokens = data[base + 4 * row : base + 4 * (row + entry.rows)]
-        hidden = tuple(
-            data[start + t.row_bytes * row : start + t.row_bytes * (row + entry.rows)]
-            for start, t in zip(starts[1:], layout.tensors, strict=True)
-        )
-        steps.append(Step(entry, tokens, hidden))
-        row += entry.rows
+        tokens, *hidden = [data[a + size * row : a + size * end] for a, size in zip(starts, sizes, strict=True)]
+        steps.append(Step(entry, tokens, tuple(hidden)))
+        row = end
     if row != n_rows:
         raise _bad(f"{n_rows} rows, but the entries claim {row}")
     return steps
+
+
+def _shapes(header: bytes, layout: SeamLayout, size: int) -> tuple[int, int]:
+    """Entries and rows of a document with this header and `size` bytes of data; all else follows from them."""
+    return _check_shapes(_read_header(header, layout), layout, size)
+
+
+_remembered_shapes = lru_cache(maxsize=1024)(_shapes)
+"""For headers of a usual length: one decode step is like the last. What is refused is not remembered."""
 
 
 def _read_header(raw: bytes, layout: SeamLayout) -> dict[str, _Tensor]:

@@ -3,7 +3,8 @@
 `python llama_replay.py whole TAIL…` repeats each tail's calls, row for row, and compares its logits. `… layers NODE…`
 takes any Node's calls: at its first layer the rows that came in over the Seam are laid into the unsplit graph, and what
 the unsplit layers make of them is compared with what the Node gave away; so the Nodes of a route need not have batched
-alike. Prints one JSON object a recording. No line of the product is imported here.
+alike. `PATH@BYTES` is the beginning of a recording. Prints one JSON object a recording. No line of the product is
+imported here.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class Call(NamedTuple):
     marks: list[int]
 
 
-def events(path: Path) -> Iterator[list[Any]]:
-    data = path.read_bytes()
+def events(path: Path, end: int | None = None) -> Iterator[list[Any]]:
+    """Up to byte `end` of the file."""
+    data = path.read_bytes()[:end]
     at = 0
     while at + 4 <= len(data):
         size = int.from_bytes(data[at : at + 4], "little")
@@ -157,8 +159,8 @@ class Tally:
             self.difference = max(self.difference, float(np.abs(a - b).max()) if a.shape == b.shape else np.inf)
 
 
-def replay(path: Path, *, through: bool) -> dict[str, Any]:
-    stored = list(events(path))
+def replay(path: Path, end: int | None, *, through: bool) -> dict[str, Any]:
+    stored = list(events(path, end))
     about = next(event[1] for event in stored if event[0] == "loaded")
     is_tail = about["layers"][1] == about["layers"][2]
     whole, tally, calls, testing = Whole(about, through=through), Tally(), list[Call](), False
@@ -205,15 +207,36 @@ def take(entries: list[Entry], rows: int) -> list[Entry]:
     return taken
 
 
-def shapes(path: Path) -> list[tuple[tuple[int, ...], int]]:
+def shapes(path: Path, end: int | None = None) -> list[tuple[tuple[int, ...], int]]:
     """Positions and the number of sequences of each call that was not a test: what two Nodes of a route can share."""
-    found, testing = [], False
-    for kind, *values in events(path):
-        if kind == "test":
-            (testing,) = values
-        elif kind == "decode" and not testing:
-            found.append((tuple(values[0]), len(set(values[1]))))
-    return found
+    return [(tuple(v[0]), len(set(v[1]))) for kind, *v in _of_sessions(path, end) if kind == "decode"]
+
+
+def _of_sessions(path: Path, end: int | None = None) -> Iterator[list[Any]]:
+    """Events that belong to no self-test."""
+    testing = False
+    for event in events(path, end):
+        if event[0] == "test":
+            testing = event[1]
+        elif not testing:
+            yield event
+
+
+def _rows(path: Path, field: str) -> Iterator[tuple[int, bytes, bytes]]:
+    """Position, token id and row of all rows of sessions that went in or out."""
+    for kind, *values in _of_sessions(path):
+        for entry in map(Entry._make, values[0]) if kind == "run" else ():
+            rows: bytes = getattr(entry, field)
+            size = len(rows) // entry.rows
+            for i in range(entry.rows):
+                yield entry.position + i, entry.tokens[4 * i : 4 * i + 4], rows[size * i : size * i + size]
+
+
+def strange_rows(sender: Path, receiver: Path) -> tuple[int, int]:
+    """Over a Seam: rows that came in, and how many of them did not go out with that token at that position."""
+    sent = set(_rows(sender, "hidden_out"))
+    came = list(_rows(receiver, "hidden_in"))
+    return len(came), sum(row not in sent for row in came)
 
 
 if __name__ == "__main__":
@@ -221,4 +244,5 @@ if __name__ == "__main__":
     lib.llama_log_set(silent, ctypes.c_void_p(0))
     lib.llama_backend_init()
     for given in sys.argv[2:]:
-        print(json.dumps(replay(Path(given), through=sys.argv[1] == "layers")), flush=True)
+        name, _, end = given.partition("@")
+        print(json.dumps(replay(Path(name), int(end) if end else None, through=sys.argv[1] == "layers")), flush=True)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from shardline import __version__
+from shardline.cli.artifact import artifact
 from shardline.cli.bench import bench
 from shardline.cli.chat import chat
 from shardline.cli.cluster import demo, serve, up
@@ -93,6 +94,7 @@ for _command in (
     invite,
     cuts,
     split,
+    artifact,
     bench,
     config,
 ):

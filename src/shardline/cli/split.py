@@ -6,9 +6,6 @@ Shown by tests/cli/test_split.py.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -16,6 +13,7 @@ import click
 from shardline.cli.cuts import read_gguf
 from shardline.cli.invocation import Invocation, pass_invocation
 from shardline.cli.listings import size
+from shardline.cli.progress import progress
 from shardline.cli.values import LayerRange
 from shardline.errors import ShardlineError
 
@@ -45,10 +43,10 @@ def split(invocation: Invocation, model: Path, layers: tuple[int, int], output: 
     for warning in cuts.warnings():
         click.echo(f"shardline: {warning}", err=True)
     cache = invocation.configuration().state_dir / "content-ids"
-    with _progress("Naming the model") as show:
+    with progress("Naming the model") as show:
         identity = content_id(model, cache_dir=cache, progress=show)
     plan = plan_shard(source, *layers, content_id=identity)
-    with _progress("Writing") as show:
+    with progress("Writing") as show:
         write_plan(plan, source, output, progress=show)
     click.echo(f"{output}: layers {layers[0]}:{layers[1]} of {cuts.n_layers}, {size(plan.nbytes)}")
 
@@ -68,22 +66,3 @@ def _check_output(output: Path, sources: tuple[Path, ...], force: bool) -> None:
             param="output",
             advice="Choose another name, or replace it with --force.",
         )
-
-
-@contextlib.contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how far a step is, on stderr, if that is a terminal. Called with bytes done and bytes in all."""
-    live, shown = sys.stderr.isatty(), -1
-
-    def show(done: int, total: int) -> None:
-        nonlocal shown
-        percent = 100 * done // max(1, total)
-        if live and percent != shown:
-            shown = percent
-            click.echo(f"\r{label}: {percent} %", nl=False, err=True)
-
-    try:
-        yield show
-    finally:
-        if shown >= 0:
-            click.echo("\r\033[K", nl=False, err=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from shardline.errors import ShardlineError
 from shardline.wire import canonical
 
-SCHEMA = "shardline/model-artifact/v1"
+SCHEMA: Final = "shardline/model-artifact/v1"
 MANIFEST_BYTES_LIMIT = 16 << 20
 FILES_LIMIT = 10_000
 SMALL_FILES_LIMIT = 1_000
@@ -152,7 +152,7 @@ class Transport(_Part, frozen=True, kw_only=True):
 
     bittorrent: BitTorrent
     webseeds: tuple[Text, ...] = ()
-    """URLs of folders, ending in `/`; a file is at URL + path (one file), or URL + name + `/` + path."""
+    """URLs of folders, ending in `/`; a file is at URL + `Manifest.torrent_path`."""
 
 
 class Manifest(_Part, frozen=True, kw_only=True):
@@ -182,6 +182,11 @@ class Manifest(_Part, frozen=True, kw_only=True):
     def piece_length(self) -> int:
         """Bytes of a piece of all files."""
         return self.transport.bittorrent.piece_length
+
+    def torrent_path(self, entry: FileEntry) -> str:
+        """Where clients of the torrent put a file: below a folder `name`, unless it is alone and called so itself."""
+        alone = len(self.files) == 1 and entry.path == self.name
+        return entry.path if alone else f"{self.name}/{entry.path}"
 
     @property
     def total_bytes(self) -> int:

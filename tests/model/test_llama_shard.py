@@ -125,10 +125,13 @@ def test_dtype_and_context_length(folder):
     shard.unload()
 
 
-def test_threads_are_the_cores_unless_said(folder):
-    shard = load(replace(spec(folder, 10, 11), threads=0))
-    assert shard.describe().engine.threads == usable_cores() >= 1
-    shard.unload()
+def test_threads_are_as_said_or_fit_the_size_of_layers(folder):
+    """Two megabytes a layer: nothing that two threads could share."""
+    assert usable_cores() >= 1
+    for asked, threads in ((0, 1), (2, 2), (3, 3)):
+        shard = load(replace(spec(folder, 10, 11), threads=asked))
+        assert shard.describe().engine.threads == threads
+        shard.unload()
 
 
 @pytest.mark.parametrize(("kind", "parts"), [("f32", 4), ("bf16", 2), ("q8_0", 34 / 32), ("q4_0", 18 / 32)])

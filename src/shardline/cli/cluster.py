@@ -344,7 +344,8 @@ def planned(
     given = [] if engine is None else ["--engine", engine]
     given += [] if threads is None else ["--threads", str(threads)]
     given += [] if kv_tokens is None else ["--kv-tokens", str(kv_tokens)]
-    added = ["--threads", str(physical_cores())] if threads is None else []
+    # llama.cpp's own choice depends on how large the layers are.
+    added = ["--threads", str(physical_cores())] if threads is None and chosen != "llama" else []
     return Plan(
         model=model.resolve(),
         ranges=taken,

@@ -45,6 +45,8 @@ class ContextPlan:
     kv_type: str
     swa_full: bool
     """Keep what a sliding window has passed: more memory, and any rollback is exact."""
+    prefill_threads: int | None = None
+    """For calls of several rows a sequence; None: as many as for one."""
 
 
 def usable_cores() -> int:
@@ -134,7 +136,8 @@ def _params(structs: Any, plan: ContextPlan) -> Any:
     params.n_batch = params.n_ubatch = plan.rows
     params.n_seq_max = plan.sessions
     params.n_outputs_max = max(plan.outputs, plan.sessions)
-    params.n_threads = params.n_threads_batch = plan.threads
+    params.n_threads = plan.threads
+    params.n_threads_batch = plan.prefill_threads or plan.threads
     params.flash_attn_type = _FLASH_ATTENTION_ON
     params.type_k = params.type_v = KV_TYPES[plan.kv_type]
     params.kv_unified = True

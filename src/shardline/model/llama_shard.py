@@ -35,6 +35,7 @@ from shardline.wire.messages import EngineInfo
 from shardline.wire.steps import TOKENS_ONLY, LayoutTensor, SeamLayout
 
 SESSIONS = 64
+_THREADED_LAYER_BYTES = 6 << 20
 SESSIONS_RECURRENT = 8
 """Each has a state of its own from the start, whether it is used or not."""
 
@@ -119,10 +120,18 @@ class _Making:
             sessions=options.sessions or (SESSIONS_RECURRENT if self.model.recurrent else SESSIONS),
             rows=options.rows,
             outputs=0 if self.source.is_tail else options.rows,
-            threads=self.spec.threads or usable_cores(),
+            threads=self.spec.threads or self._decode_threads(),
+            prefill_threads=self.spec.threads or usable_cores(),
             kv_type=options.kv_type,
             swa_full=options.swa_full,
         )
+
+    def _decode_threads(self) -> int:
+        """Threads meet some dozen times a layer, and those that wait sleep (worker_process.py): where a layer is so
+        small that waking up takes longer than computing the other half, one thread is faster than two."""
+        source = self.source
+        layers = sum(t.nbytes for t in source.header.tensors.values() if t.name.startswith("blk."))
+        return 1 if layers < _THREADED_LAYER_BYTES * (source.last - source.first) else usable_cores()
 
     def _embedding(self) -> EmbeddingMatrix:
         """The matrix behind the tensors of a head's file."""

@@ -198,3 +198,21 @@ async def test_an_idle_connection_is_closed_after_the_idle_time() -> None:
         await answer(reader)
         async with asyncio.timeout(5):
             assert await reader.read() == b""
+
+
+async def test_a_head_that_is_known_lets_in_only_what_it_is_the_head_of() -> None:
+    lane = Lane()
+    async with serving(lane) as server, connected(server) as (reader, writer):
+        for body in (b"first", b"again", b"third", b"longer than these", b"fifth"):
+            writer.write(request(body))
+            assert await answer(reader) == (202, b'{"direct":true}')
+        assert lane.taken == [b"first", b"again", b"third", b"longer than these", b"fifth"]
+        writer.write(request(b"later"))
+        await asyncio.sleep(0.02)
+        lane.release.set()
+        assert await answer(reader) == (202, b'{"later":true}')
+        writer.write(request(b"sixth").replace(b"key: yes", b"key: not"))
+        assert (await answer(reader))[0] == 200
+        writer.write(request(b"whole") + request(b"ahead"))
+        assert (await answer(reader))[0] == 202
+        assert lane.taken[-2:] == [b"later", b"whole"] or lane.taken[-1] == b"ahead"

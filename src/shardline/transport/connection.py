@@ -8,6 +8,7 @@ or know what a body means: the client and the sinks do. Lowest latency is the ai
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
@@ -18,6 +19,8 @@ from shardline.transport.failures import BeforeResponse, BrokenResponse, HttpFai
 
 HEADER_COUNT = 100
 """Header fields that a response may have."""
+
+_PIECES_AT_ONCE = 64
 
 Buffer = bytes | bytearray | memoryview
 
@@ -42,6 +45,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_complete",
         "_done",
+        "_fd",
         "_gone",
         "_head_bytes",
         "_head_limit",
@@ -78,6 +82,8 @@ class Connection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._headers: dict[str, str] = {}
         self._status = 0
+        self._fd: int | None = None
+        """Of a plain socket that takes several pieces in one call."""
         self._head_bytes = 0
         self._started = self._headed = self._complete = self._keep = self._paused = False
 
@@ -92,7 +98,25 @@ class Connection(asyncio.Protocol):
         self._headers = {}
         self._head_bytes = 0
         self._started = self._headed = self._complete = self._keep = False
-        self._transport.writelines(pieces)
+        self._write(pieces)
+
+    def _write(self, pieces: Sequence[Buffer]) -> None:
+        """At once, where the socket takes it: a loop's own transport may write only when the callback that it is in
+        has returned, and what a callback does behind a push would then delay it."""
+        transport = self._transport
+        if self._fd is None or len(pieces) > _PIECES_AT_ONCE or transport.get_write_buffer_size():
+            transport.writelines(pieces)
+            return
+        try:
+            sent = os.writev(self._fd, pieces)
+        except OSError:
+            sent = 0  # full, or broken: the transport finds out which
+        rest = [p if isinstance(p, bytes) else memoryview(p).cast("B") for p in pieces] if sent else list(pieces)
+        while rest and sent >= len(rest[0]):
+            sent -= len(rest.pop(0))
+        if rest:
+            rest[0] = memoryview(rest[0])[sent:]
+            transport.writelines(rest)
 
     def is_usable(self) -> bool:
         return not self._transport.is_closing()
@@ -136,6 +160,8 @@ class Connection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if hasattr(os, "writev") and transport.get_extra_info("sslcontext") is None:
+                self._fd = sock.fileno()
 
     def data_received(self, data: bytes) -> None:
         if self._sink is None:

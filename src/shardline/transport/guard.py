@@ -134,6 +134,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._direct_body: list[bytes] = []
         self._direct_since = 0.0
         self._direct_place: Place | None = None
+        self._direct_length = 0
+        self._known_head = b""
+        """Of the last direct request, where it came in one piece: the same bytes need not be read again."""
+        self._known_length = 0
+        """Of the body behind it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -168,7 +173,12 @@ class GuardedProtocol(HttpToolsProtocol):
             if self._turned_away is not None:
                 self._tell_turned_away(self._turned_away)
             return
+        if self._known_head and data.startswith(self._known_head) and self._is_known(data):
+            self._take_known(data)
+            return
         counted = not self._in_body
+        began = counted and not self._head_bytes and self._direct is None
+        self._direct_length = 0
         self.heard += len(data)
         try:
             self.parser.feed_data(data)
@@ -181,6 +191,12 @@ class GuardedProtocol(HttpToolsProtocol):
                 cause = ShardlineError("invalid_value", "the request is not valid HTTP")
             self.refuse(cause)
             return
+        if self._direct_length:
+            self._know(data, began)
+        self._rest(data, counted)
+
+    def _rest(self, data: bytes, counted: bool) -> None:
+        """What is still on its way behind these bytes, and how long it may take. `counted`: they began in no body."""
         if self._direct is not None:
             if self._in_body:
                 self._await_body()
@@ -280,7 +296,29 @@ class GuardedProtocol(HttpToolsProtocol):
             # Where there is no room for it now, the ordinary way waits for some.
             self._direct_place = self.limits.room.take_now(length)
             return self._direct_place is not None
+        self._direct_length = length
         return True
+
+    def _know(self, data: bytes, began: bool) -> None:
+        """Remember the head of a small direct request that came whole, alone, and in one piece."""
+        end = data.find(b"\r\n\r\n") + 4
+        if began and not self._in_body and len(data) == end + self._direct_length:
+            self._known_head, self._known_length = data[:end], self._direct_length
+
+    def _is_known(self, data: bytes) -> bool:
+        """Whether this is one more request with that head, whole, on a connection that waits for one."""
+        waits = self._direct is None and not self._in_body and not self._head_bytes and self._head_timer is None
+        done = self.cycle is None or self.cycle.response_complete
+        return waits and done and not self.pipeline and len(data) == len(self._known_head) + self._known_length
+
+    def _take_known(self, data: bytes) -> None:
+        handler = self.limits.direct
+        if handler is None:
+            raise RuntimeError("a direct request on a server without a direct lane")
+        self.limits.waiting.works(self)
+        self._direct = handler
+        self._direct_body = [data[len(self._known_head) :]]
+        self._take_direct(handler)
 
     def _await_body(self) -> None:
         """The rest of the body is on its way: it has as long as any body (bodies.py)."""

@@ -13,9 +13,9 @@ from tests.support.cluster import Cluster
 LAST_BITS = 1e-3
 """Where sums differ in their last bits only: two logits nearer than this are as good as equal."""
 EIGHT_BITS = 1.7
-"""With weights of 4 bits llama.cpp rounds what goes into a product to 8 bits, and one last bit becomes one of 8. Then the
-unsplit library moves logits of SmolLM2 by 0.7 (median) and up to 1.5, when nothing but the cells change in which a
-sequence lies, and both are as far from PyTorch as from one another."""
+"""With weights of 4 bits llama.cpp rounds what goes into a product to 8 bits, and one last bit becomes one of 8. So the
+unsplit library moves logits of SmolLM2 by 0.7 (median) and up to 1.5 when nothing changes but the cells in which a
+sequence lies; both are then as far from PyTorch as from one another."""
 
 _THINGS = ["red", "round", "old", "made of wood", "loud", "cold", "found in a kitchen", "heavy", "sweet", "far away"]
 _FORMS = ["Name three things that are {}.", "Why is something {}?", "A poem on what is {}:", "{} or not?", "Define: {}"]

@@ -42,7 +42,7 @@ check: python ## Set up, then all that needs no test run: lint, types, import ru
 	@echo "== generated pages"
 	@$(BIN)/python scripts/reference.py --check
 
-bench: python ## Hop overhead, tokens/s of 1, 2, 3 Nodes and of transformers alone, time to first token, on this machine
+bench: python ## Routes of 1, 2, 3 Nodes against unsplit llama.cpp, far Nodes, hops, PyTorch, on this machine (ARGS='--only split')
 	@$(PYTHON) scripts/prepare.py bench
 	@$(BIN)/python -m bench $(ARGS)
 

@@ -1,4 +1,4 @@
-"""`make bench`: hop overhead, tokens/s of 1, 2, 3 Nodes against transformers alone, time to first token.
+"""`make bench`: routes against unsplit llama.cpp, with delay between Nodes, hop overhead, the PyTorch engine.
 
 All systems stand ready side by side and take turns, so that a busy moment of the machine hits all of them; figures are
 medians over the rounds, ratios are of one round each.
@@ -10,14 +10,18 @@ import argparse
 import json
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import hops
+from bench import delay, hops
 from bench.alone import Alone
 from bench.figures import median, table
+from bench.random_model import write_random_model
 from bench.running import Running, cluster
 from shardline.cli.cluster import physical_cores
 from shardline.cli.demo_model import demo_model
@@ -81,42 +85,77 @@ def report_rates(found: dict[str, list[dict[str, float]]]) -> str:
     return table(("system", "tokens/s", "of alone", "first token ms", "long prompt ms"), rows)
 
 
+SECTIONS = ("split", "large", "delay", "hops", "torch")
+
+
+def report_split(model: Path, given: argparse.Namespace, *flags: str) -> dict[str, Any]:
+    """`shardline bench`, its report and its figures."""
+    command = [sys.executable, "-m", "shardline", "bench", str(model), "--rounds", str(given.rounds), "--json", *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    figures: dict[str, Any] = json.loads(done.stdout)
+    print(figures.pop("report"), flush=True)
+    return figures
+
+
+def report_delay(folder: Path, model: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Two Nodes with a round trip of 25 ms between them: a real model, and an engine that takes 5 ms a call."""
+    found = {}
+    script = delay.scripted_model(folder / "script")
+    for name, path, engine in (("delay", model, "llama"), ("scripted", script, "scripted")):
+        measured = delay.measure(folder / name, path, engine, rounds=given.rounds, tokens=given.tokens)
+        what = path.name if engine == "llama" else "scripted engine, 5 ms a call"
+        print(f"\n**2 Nodes, {1e3 * measured.round_trip_s:.0f} ms round trip between them** ({what})\n")
+        print(delay.report(measured), flush=True)
+        found[name] = asdict(measured)
+    return found
+
+
+def report_hops(folder: Path, given: argparse.Namespace) -> dict[str, float]:
+    hop = hops.measure(folder, given.steps, given.rounds)
+    print(f"\nHop overhead: scripted engine, 2 Nodes on loopback, {given.rounds} x {given.steps} steps", flush=True)
+    print(f"  hop, from a result to the next engine's start: p50 {hop['hop_p50_us']:.0f} us,", end=" ")
+    print(f"p99 {hop['hop_p99_us']:.0f} us ({hop['hops']:.0f} hops)")
+    print(f"  whole step at the client: p50 {hop['step_p50_us']:.0f} us, p99 {hop['step_p99_us']:.0f} us")
+    print(f"  hop over HTTPS: p50 {hop['https_hop_p50_us']:.0f} us, p99 {hop['https_hop_p99_us']:.0f} us;", end=" ")
+    print(f"step p50 {hop['https_step_p50_us']:.0f} us, p99 {hop['https_step_p99_us']:.0f} us")
+    print(
+        f"  with engines in worker processes, hand-over included: hop p50 {hop['worker_hop_p50_us']:.0f} us,", end=" "
+    )
+    print(f"step p50 {hop['worker_step_p50_us']:.0f} us, p99 {hop['worker_step_p99_us']:.0f} us", flush=True)
+    return hop
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="decoded in each generation")
     parser.add_argument("--steps", type=int, default=1000, help="decode steps of each hop measurement")
-    parser.add_argument("--threads", type=int, default=physical_cores())
+    parser.add_argument("--threads", type=int, default=physical_cores(), help="of the PyTorch engine")
     parser.add_argument("--model", type=Path, help="GGUF file [default: the model of the demo]")
-    parser.add_argument("--only", choices=("hops", "rates"))
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="repeatable [default: all]")
     parser.add_argument("--json", type=Path, help="write all figures there")
     given = parser.parse_args()
+    sections = given.only or SECTIONS
+    model = given.model or demo_model()
     figures: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "load": os.getloadavg()}
-    print(f"Machine: {figures['machine']}, load average {figures['load'][0]:.1f} at the start")
+    print(f"Machine: {figures['machine']}, load average {figures['load'][0]:.1f} at the start\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="shardline-bench-") as name:
         folder = Path(name)
-        if given.only != "rates":
+        if "split" in sections:
+            figures["split"] = report_split(model, given, "--tokens", str(given.tokens), "--streams", "1,8")
+        if "large" in sections:
+            print("\nA model of more than a billion parameters, random weights\n", flush=True)
+            large = write_random_model(folder / "large.gguf")
+            figures["large"] = report_split(large, given, "--tokens", "24", "--streams", "1,8", "--prefill", "512")
+            large.unlink()
+        if "delay" in sections:
+            figures |= report_delay(folder, model, given)
+        if "hops" in sections:
+            figures["hops"] = report_hops(folder / "hops", given)
+        if "torch" in sections:
             print(
-                f"\nHop overhead: scripted engine, 2 Nodes on loopback, {given.rounds} x {given.steps} steps",
-                flush=True,
+                f"\nPyTorch engine, tokens/s: {model.name}, {given.rounds} rounds of {given.tokens} tokens", flush=True
             )
-            hop = figures["hops"] = hops.measure(folder, given.steps, given.rounds)
-            print(f"  hop, from a result to the next engine's start: p50 {hop['hop_p50_us']:.0f} us,", end=" ")
-            print(f"p99 {hop['hop_p99_us']:.0f} us ({hop['hops']:.0f} hops)")
-            print(f"  whole step at the client: p50 {hop['step_p50_us']:.0f} us, p99 {hop['step_p99_us']:.0f} us")
-            print(
-                f"  hop over HTTPS: p50 {hop['https_hop_p50_us']:.0f} us, p99 {hop['https_hop_p99_us']:.0f} us;",
-                end=" ",
-            )
-            print(f"step p50 {hop['https_step_p50_us']:.0f} us, p99 {hop['https_step_p99_us']:.0f} us")
-            print(
-                f"  with engines in worker processes, hand-over included: hop p50 {hop['worker_hop_p50_us']:.0f} us,",
-                end=" ",
-            )
-            print(f"step p50 {hop['worker_step_p50_us']:.0f} us, p99 {hop['worker_step_p99_us']:.0f} us")
-        if given.only != "hops":
-            model = given.model or demo_model()
-            print(f"\nTokens/s: {model.name}, {given.rounds} rounds of {given.tokens} tokens", flush=True)
             figures["rates"] = measure_rates(folder, model, given.threads, given.tokens, given.rounds)
             print(report_rates(figures["rates"]))
     if given.json is not None:

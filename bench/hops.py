@@ -60,6 +60,7 @@ def node_main(arguments: list[str]) -> None:
 
 def measure(folder: Path, steps: int, rounds: int) -> dict[str, float]:
     """Microseconds: p50 and p99 of a hop, and what a whole decode step of the route takes at the client."""
+    folder.mkdir(exist_ok=True)
     program = (sys.executable, "-m", "bench.hops", str(folder))
     periods, _ = _drive(folder / "inline", ("--inline",), program, steps, rounds)
     hops = _between(*(json.loads((folder / f"node-{i}.notes").read_text()) for i in (1, 2)))

@@ -54,7 +54,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
 @click.option("--rpc-server", metavar="PATH", help="RPC server of llama.cpp [default: found on PATH].")
 @click.option("--llama-bench", metavar="PATH", help="llama-bench of llama.cpp [default: found on PATH].")
 @click.option("--torch", is_flag=True, help="The PyTorch engine on 2 Nodes, too.")
-@click.option("--json", "as_json", is_flag=True, help="All figures, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="All figures, and the report in them, as JSON.")
 def bench(model: Path, as_json: bool, **flags: Any) -> None:
     """Measure routes of Nodes against unsplit llama.cpp on this machine.
 

@@ -88,6 +88,7 @@ def as_json(wanted: Wanted, figures: Figures, machine: Machine, model: ModelFact
         "prefill_tokens": wanted.prefill_tokens,
         "busy": wanted.busy,
         **figures.to_json(),
+        "report": as_markdown(wanted, figures, machine, model),
     }
 
 

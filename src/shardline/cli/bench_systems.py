@@ -120,9 +120,8 @@ class NodeMemory:
 class Route:
     """A running cluster on this machine."""
 
-    def __init__(self, cluster: Cluster, nodes: Sequence[Child], tracker_credential: str) -> None:
+    def __init__(self, cluster: Cluster, tracker_credential: str) -> None:
         self._cluster = cluster
-        self._nodes = nodes
         self._credential = tracker_credential
         self._last_session = ""
         self._model = _until_served(cluster)
@@ -184,8 +183,7 @@ def route(folder: Path, model: Path, nodes: int, engine: str, *, threads: int, k
     with Supervisor(state / "logs", _unseen) as supervisor:
         cluster = Cluster(supervisor, plan, lambda words: None)
         cluster.start(configuration, GlobalFlags(given=["--state-dir", str(state)], added=["--set", "drain_s=1"]))
-        nodes_started = [child for child in supervisor.children if child.part.name.startswith("node-")]
-        yield Route(cluster, nodes_started, credential_of(configuration))
+        yield Route(cluster, credential_of(configuration))
 
 
 def _unseen(child: Child) -> None:
@@ -217,7 +215,7 @@ def rpc_servers(program: Path, count: int, threads: int) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         addresses = []
         for _ in range(count):
-            port = _free_port()
+            port = free_port()
             command = [str(program), "-H", "127.0.0.1", "-p", str(port), "-t", str(threads)]
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             stack.callback(_ended, process)
@@ -243,7 +241,8 @@ def _until_listening(process: subprocess.Popen[bytes], port: int) -> None:
             time.sleep(0.05)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Free a moment ago."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -2,7 +2,7 @@
 
 Owns the statement (in-toto, in a DSSE envelope, in a Sigstore bundle 0.3), keys and their names. A signature covers a
 set of paths with their SHA-256; what it means to trust a key is bundle.py's. No other mode or curve. The public tool
-checks what is made here: tests/artifact/test_model_signing.py; refusals: tests/artifact/test_signing.py.
+checks what is made here: tests/artifact/test_public_tools.py; refusals: tests/artifact/test_signing.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from shardline.errors import ShardlineError
+from shardline.wire.canonical import words_of
 from shardline.wire.manifest import Sha256, check_path
 
 SIGNATURE_BYTES_LIMIT = 4 << 20
@@ -231,7 +232,7 @@ def _decode(raw: bytes, kind: type[Any], what: str) -> Any:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise _bad(f"{what} is not as Model Signing 1.0 has it: {error!s:.200}") from None
+        raise _bad(f"{what} is not as Model Signing 1.0 has it: {words_of(error)}") from None
 
 
 def _unbase64(text: str) -> bytes:

@@ -2,7 +2,7 @@
 
 Owns the metainfo: one form, so that everybody who describes the same files under the same name gets the same bytes and
 the same info-hash. Reading one is building it again and comparing. No trackers, no dates; web seeds as in BEP 19. No
-I/O. Public clients accept it: tests/artifact/test_torrent_clients.py; the rest in tests/artifact/test_torrent.py.
+I/O. Public clients accept it: tests/artifact/test_public_tools.py; the rest in tests/artifact/test_torrent.py.
 """
 
 from __future__ import annotations

@@ -32,11 +32,16 @@ def decode(raw: bytes) -> Any:
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise NotCanonical(f"it is no JSON document: {error!s:.200}") from None
+        raise NotCanonical(f"it is no JSON document: {words_of(error)}") from None
     check(value)
     if msgspec.json.encode(value, order="sorted") != raw:
         raise NotCanonical("it is not in canonical form (RFC 8785): a key stands twice, or order or spacing differ")
     return value
+
+
+def words_of(error: Exception) -> str:
+    """What a decoder says, fit for a terminal: it may quote what it read."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error)[:300])
 
 
 def check(value: Any) -> None:

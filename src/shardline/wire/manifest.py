@@ -214,7 +214,7 @@ def decode_manifest(raw: bytes) -> Manifest:
     except canonical.NotCanonical as error:
         raise _bad(str(error)) from None
     except msgspec.ValidationError as error:
-        raise _bad(f"{error!s:.300}") from None
+        raise _bad(canonical.words_of(error)) from None
     return checked(manifest)
 
 

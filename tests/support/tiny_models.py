@@ -329,7 +329,7 @@ RECURRENT: tuple[TinyModel, ...] = (
           cuts=((3, 6), (2, 5)), refused=(1, 7)),
     _keys("plamo2", MAMBA | {"attention.head_count_kv": alternating((0, 2, 4, 6), 2), "ssm.group_count": 0,
                              "attention.key_length": 16, "attention.value_length": 16},
-          cuts=((2, 6), (3, 5)), refused=(1, 7)),
+          cuts=((2, 6), (3, 5)), refused=(1, 7), sequences=1),
     _keys("qwen3next", DELTA | MOE, cuts=(), refused=(1, 2, 3, 7)),
     _variant("qwen3next", "three parts", DELTA | MOE, cuts=((4, 8), (5, 9)), refused=(1, 2, 3, 11), layers=12),
     _variant("qwen3next", "predicting", DELTA | MOE | PREDICTING | {"block_count": 12}, layers=11, cuts=(),

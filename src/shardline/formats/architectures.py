@@ -70,7 +70,7 @@ class LlamaRules:
     """Each part must have a layer behind the leading dense ones."""
     min_layers: int = 1
     one_sequence: bool = False
-    """Rows of several sequences in one call end the process, whole or cut: each is computed alone."""
+    """Rows of several sequences in one call are computed wrongly or end the process, whole or cut: each has its own."""
     output_required: bool = False
     """`output.weight` must be in each file, even where its result is not used."""
     embedding: Literal["key", "sqrt_width", "sqrt_width_always"] | None = None

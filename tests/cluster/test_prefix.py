@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardline.gateway.reuse import OFF
 from tests.support.cluster import Cluster, scripted_cluster, until, worker_pid
 from tests.support.reuse import check_reuse, completed
 
@@ -164,8 +165,19 @@ async def test_an_engine_that_cannot_go_back_is_named(tmp_path: Path) -> None:
 async def test_it_can_be_switched_off(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path, layers=TWO, settings={"prefix_sessions": 0}) as cluster:
         for _ in range(2):
-            check_reuse(await completed(cluster, tokens(100)), 0, "off: nothing is kept here")
+            check_reuse(await completed(cluster, tokens(100)), 0, OFF)
         assert await cached(cluster) == [0, 0]
+
+
+async def test_a_request_can_do_without(tmp_path: Path) -> None:
+    """llama-server's `cache_prompt`: false reuses nothing, and leaves nothing."""
+    async with scripted_cluster(tmp_path, layers=TWO) as cluster:
+        check_reuse(await completed(cluster, tokens(100), cache_prompt=False), 0, OFF)
+        await cluster.until_free()
+        assert await cached(cluster) == [0, 0]
+        check_reuse(await completed(cluster, tokens(100), cache_prompt=True), 0, "nothing kept of this prompt")
+        check_reuse(await completed(cluster, tokens(100), cache_prompt=False), 0, OFF)
+        check_reuse(await completed(cluster, tokens(100)), 96)
 
 
 async def test_a_thousand_sessions_in_little_room(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardline.gateway.reuse import OFF
 from tests.support.cluster import Cluster, Json, model_cluster
 from tests.support.reuse import check_reuse, completed
 
@@ -72,7 +73,7 @@ async def test_second_turns_compute_the_rest_and_say_the_same(
 
         async def both(prompt: list[int], cached: int, reason: str | None = None, **more: Any) -> Json:
             plain = await completed(cluster, prompt, 24, logprobs=2, url=plain_url, **more)
-            check_reuse(plain, 0, "off: nothing is kept here")
+            check_reuse(plain, 0, OFF)
             answer = await completed(cluster, prompt, 24, logprobs=2, **more)
             check_reuse(answer, cached, reason)
             check_same(answer, plain)

@@ -482,10 +482,12 @@ async def test_sampling_reaches_the_generation(stand: Stand) -> None:
         min_tokens=2,
         max_tokens=8,
         ignore_eos=True,
+        cache_prompt=False,
     )
     assert answer.status_code == 200
     requests = [generation.request for generation in stand.generations]
     assert [request.sampling.seed for request in requests] == [7, 8]
+    assert [request.reuse for request in requests] == [False, False]
     sampling = requests[0].sampling
     assert json.loads(json.dumps(sampling.logit_bias)) == {"97": 5.0}
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 40, 0.05)

@@ -65,6 +65,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ],
     *[("stream", value) for value in ("true", 1)],
     *[("ignore_eos", value) for value in ("no", 0)],
+    *[("cache_prompt", value) for value in ("no", 0)],
     *[("user", value) for value in (5, {})],
     *[("metadata", value) for value in ("a", 1, [])],
 ]

@@ -22,8 +22,8 @@ from shardline.model.scripted import load_inline
 from shardline.node.host import ShardHost
 from shardline.node.stream import SessionStream
 from shardline.settings import Settings
-from shardline.wire.messages import OpenSession, Prefix, StepAck, Ticket, TicketPeer
-from shardline.wire.prefix import digests_of, salt_of
+from shardline.wire.messages import OpenSession, StepAck, Ticket, TicketPeer
+from shardline.wire.prefix import Prefix, digests_of, salt_of
 from shardline.wire.steps import FLAG_LAST_CHUNK, FLAG_OUTPUT, FLAG_ROLLBACK, LANE_PREFILL, Entry, Step
 from tests.support.local_cluster import SCRIPT
 

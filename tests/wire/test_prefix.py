@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.errors import ShardlineError
-from shardline.wire.messages import Prefix
-from shardline.wire.prefix import BLOCK, BLOCKS, blocks_in, check_prefix, common_blocks, digests_of, salt_of
+from shardline.wire.prefix import BLOCK, BLOCKS, Prefix, blocks_in, check_prefix, common_blocks, digests_of, salt_of
 
 SALT = salt_of("anyone")
 

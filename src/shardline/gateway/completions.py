@@ -184,6 +184,7 @@ class Completions:
                 ),
                 stop=asked.stop,
                 key_id=key_id,
+                reuse=asked.cache_prompt,
                 session=session if number == choice == 0 else None,
             )
             for number, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))

@@ -29,7 +29,8 @@ from shardline.telemetry.records import Record, Records
 from shardline.transport.carrier import Carrier
 from shardline.transport.http_client import HttpClient
 from shardline.transport.tracker_client import TrackerClient
-from shardline.wire.messages import ModelInfo, Prefix, RouteAnswer, RouteRequest
+from shardline.wire.messages import ModelInfo, RouteAnswer, RouteRequest
+from shardline.wire.prefix import Prefix
 from shardline.wire.telemetry import TelemetryEvent
 
 log = structlog.get_logger(__name__)
@@ -281,8 +282,8 @@ class RunningGeneration:
         return session
 
     def _prefix(self) -> Prefix | None:
-        """The same for every try."""
-        if self._owner.settings.prefix_sessions < 1:
+        """The same for every try; None: nothing is reused, and nothing kept."""
+        if self._owner.settings.prefix_sessions < 1 or not self._request.reuse:
             return None
         if self._named is None:
             self._named = prefix_of(self._request.prompt, self._request.key_id)

@@ -34,6 +34,8 @@ class GenerationRequest:
     """For the record only: stop strings are matched above this seam, which then calls `Generation.stop`."""
     key_id: str
     """The principal: sees and cancels its own sessions only."""
+    reuse: bool = True
+    """Whether it may begin with what Nodes kept of earlier prompts, and be kept in turn."""
     session: str | None = None
     """Id of an announced Route Session that this becomes; None: a new one."""
     name: str | None = None

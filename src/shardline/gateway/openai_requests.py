@@ -95,6 +95,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
+    cache_prompt: bool | None = None
     # Sent by clients on their own; they change no answer.
     user: str | None = None
     metadata: msgspec.Raw = msgspec.Raw()
@@ -166,6 +167,7 @@ class Asked:
     include_telemetry: bool
     return_progress: bool
     timings_per_token: bool
+    cache_prompt: bool = True
 
     def sampling_of(self, choice: int) -> Sampling:
         """Choice i of n samples with seed + i, so that choices differ and each can be had again."""
@@ -307,6 +309,7 @@ def _asked(sent: _Body, *, logprobs: int | None, max_tokens: int | None) -> Aske
         include_telemetry=options is not None and bool(options.include_telemetry),
         return_progress=bool(sent.return_progress),
         timings_per_token=bool(sent.timings_per_token),
+        cache_prompt=sent.cache_prompt is not False,
     )
 
 

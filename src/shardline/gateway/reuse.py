@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardline.errors import ShardlineError
-from shardline.wire.messages import Opened, Prefix
-from shardline.wire.prefix import BLOCK, digests_of, salt_of
+from shardline.wire.messages import Opened
+from shardline.wire.prefix import BLOCK, Prefix, digests_of, salt_of
 
-OFF = "off: nothing is kept here"
-UNWANTED = "off: the request does not want it"
+OFF = "off: by the settings of the Gateway, or by the request"
 _SHORT = f"the prompt is not longer than a block of {BLOCK} tokens"
 _NOTHING = "nothing kept of this prompt"
 _WHY = {

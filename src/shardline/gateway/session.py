@@ -37,7 +37,6 @@ from shardline.wire.messages import (
     Opened,
     OpenSession,
     Outcome,
-    Prefix,
     Progress,
     Route,
     RouteAnswer,
@@ -46,6 +45,7 @@ from shardline.wire.messages import (
     Ticket,
     Token,
 )
+from shardline.wire.prefix import Prefix
 from shardline.wire.steps import (
     FLAG_LAST_CHUNK,
     FLAG_OUTPUT,

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from shardline.wire.prefix import Prefix
+
 Phase = Literal["queued", "routing", "opening", "prefill", "decode", "completed", "failed", "cancelled"]
 ENDED: frozenset[str] = frozenset({"completed", "failed", "cancelled"})
 
@@ -392,16 +394,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_ids: list[int] = []
-
-
-class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """How a prompt begins, as wire/prefix.py digests it. Sent: this session may begin with what was kept of others of
-    the same salt, and may be kept in turn."""
-
-    salt: bytes
-    """16 bytes, of the API key: what one key left behind is found by no other."""
-    digests: bytes
-    """16 bytes for each whole block of the prompt, at most 2,048."""
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
+
 from shardline.errors import ShardlineError
-from shardline.wire.messages import Prefix
 
 BLOCK = 32
 """Tokens of a block."""
@@ -19,6 +20,16 @@ BLOCKS = 2048
 DIGEST_BYTES = 16
 SALT_BYTES = 16
 _BLOCK_BYTES = 4 * BLOCK
+
+
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """How a prompt begins. Sent: this session may begin with what was kept of others of the same salt, and may be kept
+    in turn."""
+
+    salt: bytes
+    """16 bytes, of the API key: what one key left behind is found by no other."""
+    digests: bytes
+    """16 bytes for each whole block of the prompt, at most 2,048."""
 
 
 def salt_of(key_id: str) -> bytes:

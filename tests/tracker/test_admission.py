@@ -170,6 +170,12 @@ def test_ordinary_urls_pass(url: str) -> None:
     admission.check_url(url, loopback_ok=False)
 
 
+def test_nodes_of_a_cluster_with_keys_speak_https() -> None:
+    admission.check_url("https://10.0.0.7:4000", loopback_ok=False, keys=True)
+    for url in ("http://10.0.0.7:4000", "https://n-1@10.0.0.7:4000"):
+        assert refusal(admission.check_url, url, loopback_ok=False, keys=True).code == "registration_refused"
+
+
 def test_an_honest_node_passes(node: SigningNode) -> None:
     admission.check_info(node.info())
     # One that has not loaded yet knows little of its Shard.

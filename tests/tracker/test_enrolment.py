@@ -11,7 +11,7 @@ from shardline.settings import Settings
 from shardline.tracker.enrolment import INVITATIONS_FILE, Enrolment
 from shardline.tracker.invitations import GUESSES
 from shardline.transport.authority import Authority, new_key, requested_key, signing_request
-from shardline.wire.messages import JoinClaim, JoinRequest
+from shardline.wire.joining import JoinClaim, JoinRequest
 from shardline.wire.tickets import node_id_of, public_bytes, sign
 
 NOW = 1_800_000_000.0

@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 
 from shardline.errors import ShardlineError
 from shardline.transport.addresses import (
+    address_towards,
+    advertised_url,
     check_callable_address,
     host_port,
     is_loopback,
     make_url,
+    reachable_address,
     resolve_checked,
     split_url,
 )
@@ -170,3 +173,52 @@ async def test_a_name_that_cannot_exist() -> None:
     with pytest.raises(ShardlineError) as caught:
         await resolve_checked("a..b", 80, True)
     assert caught.value.code == "address_refused"
+
+
+def test_a_url_may_say_who_must_answer() -> None:
+    url = make_url("https", "fe80::1%eth0", 7, "/x", party="n-0123456789abcdef")
+    assert url == "https://n-0123456789abcdef@[fe80::1%25eth0]:7/x"
+    assert split_url(url) == ("https", "fe80::1%eth0", 7, "/x", "n-0123456789abcdef")
+    for refused in ("http://tracker@host/", "https://@host/", "https://a@b@host/", "https://a:b@host/"):
+        with pytest.raises(ShardlineError):
+            split_url(refused)
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        (None, "https://10.0.0.2:7000"),
+        ("10.0.0.3", "https://10.0.0.3:7000"),
+        ("10.0.0.3:80", "https://10.0.0.3:80"),
+        ("node.lan", "https://node.lan:7000"),
+        ("node.lan:80", "https://node.lan:80"),
+        ("fd00::1", "https://[fd00::1]:7000"),
+        ("[fd00::1]:80", "https://[fd00::1]:80"),
+        ("[fd00::1]", "https://[fd00::1]:7000"),
+        ("https://node.lan:80/", "https://node.lan:80"),
+        ("https://node.lan", "https://node.lan:443"),
+    ],
+)
+def test_what_others_are_told(given: str | None, url: str) -> None:
+    assert advertised_url(given, "https", "10.0.0.2", 7000) == url
+
+
+@pytest.mark.parametrize(
+    "given", ["", "http://node.lan", "https://n-1@node.lan", "https://node.lan/path", "a b", "a:b"]
+)
+def test_what_others_cannot_be_told(given: str) -> None:
+    with pytest.raises(ShardlineError) as caught:
+        advertised_url(given, "https", "10.0.0.2", 7000)
+    assert (caught.value.code, caught.value.param) == ("setting_invalid", "advertise")
+
+
+def test_own_addresses() -> None:
+    assert address_towards("127.0.0.1", 9).startswith("127.")
+    assert address_towards("localhost", 9) in ("127.0.0.1", "::1")
+    assert reachable_address("127.0.0.1") == "127.0.0.1"
+    assert reachable_address("node.lan") == "node.lan"
+    found = ipaddress.ip_address(reachable_address("0.0.0.0"))
+    assert not found.is_unspecified and not found.is_link_local
+    with pytest.raises(ShardlineError) as caught:
+        address_towards("no.such.host.invalid", 9)
+    assert caught.value.code == "setting_invalid"

@@ -13,7 +13,7 @@ from shardline.settings import Settings
 from shardline.transport.authority import Authority
 from shardline.transport.bodies import read_body, send_json
 from shardline.transport.join import JoinLine, join_line, joined
-from shardline.wire.messages import AuthorityAnswer
+from shardline.wire.joining import AuthorityAnswer
 from tests.support.certificates import authority, party
 from tests.transport.loopback import serving
 

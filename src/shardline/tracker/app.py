@@ -27,7 +27,8 @@ from shardline.transport.bodies import read_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary
 from shardline.transport.guard import PARTIES
 from shardline.transport.tls import is_party
-from shardline.wire.messages import JoinRequest, Outcome, PlacementRequest, RouteRequest, Signed
+from shardline.wire.joining import JoinRequest
+from shardline.wire.messages import Outcome, PlacementRequest, RouteRequest, Signed
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 T = TypeVar("T")

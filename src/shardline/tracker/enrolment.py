@@ -20,7 +20,7 @@ from shardline.tracker.bounds import STATEMENT_LIMIT
 from shardline.tracker.invitations import Guesses, Invitations, Token
 from shardline.transport.authority import Authority, requested_key
 from shardline.transport.credentials import keep_secret, kept_secret
-from shardline.wire.messages import AuthorityAnswer, Invitation, JoinAnswer, JoinClaim, JoinRequest
+from shardline.wire.joining import AuthorityAnswer, Invitation, JoinAnswer, JoinClaim, JoinRequest
 from shardline.wire.tickets import SignatureRefused, node_id_of, verify
 
 INVITATIONS_FILE = "invitations.json"

@@ -37,7 +37,7 @@ from shardline.transport.membership import (
 )
 from shardline.transport.tls import ClusterTls
 from shardline.transport.tracker_client import TrackerClient
-from shardline.wire.messages import JoinAnswer, JoinClaim, JoinRequest
+from shardline.wire.joining import JoinAnswer, JoinClaim, JoinRequest
 from shardline.wire.tickets import node_id_of, public_bytes, sign
 
 IDENTITY = "identity.key"

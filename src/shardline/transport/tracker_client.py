@@ -18,11 +18,9 @@ from shardline.transport.addresses import make_url, split_url
 from shardline.transport.authority import TRACKER
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
+from shardline.wire.joining import AuthorityAnswer, JoinAnswer, JoinRequest
 from shardline.wire.messages import (
-    AuthorityAnswer,
     HeartbeatAnswer,
-    JoinAnswer,
-    JoinRequest,
     ModelList,
     Outcome,
     PlacementAnswer,

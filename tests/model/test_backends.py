@@ -21,7 +21,7 @@ def nothing(done: int, total: int) -> None:
 
 
 def test_the_tables_name_the_same_engines_and_real_modules() -> None:
-    assert set(backends.BACKENDS) == set(backends.SELF_TESTS) == {"torch", "scripted"}
+    assert set(backends.BACKENDS) == set(backends.SELF_TESTS) == {"llama", "torch", "scripted"}
     for path in backends.BACKENDS.values():
         assert importlib.util.find_spec(path.partition(":")[0]) is not None
 
@@ -37,7 +37,7 @@ def test_a_script_is_loaded_with_progress(spec: Callable[..., ShardSpec]) -> Non
 def test_an_unknown_engine_and_a_missing_library(
     monkeypatch: pytest.MonkeyPatch, spec: Callable[..., ShardSpec]
 ) -> None:
-    with pytest.raises(ShardlineError, match=r"\['scripted', 'torch'\]") as caught:
+    with pytest.raises(ShardlineError, match=r"\['llama', 'scripted', 'torch'\]") as caught:
         backends.load("vllm", spec(), nothing)
     assert caught.value.code == "engine_unavailable"
     with pytest.raises(ShardlineError):
@@ -62,7 +62,8 @@ def test_naming_an_engine_imports_no_library(spec: Callable[..., ShardSpec]) -> 
     code = (
         "import sys; from shardline.model.backends import engine; from shardline.model.backend import ShardSpec;"
         "from shardline.settings import Settings;"
-        "engine('torch', ShardSpec('x', 0, 1), Settings(), inherited={}); print('torch' in sys.modules)"
+        "[engine(name, ShardSpec('x', 0, 1), Settings(), inherited={}) for name in ('torch', 'llama')];"
+        "print({'torch', 'llama_cpp'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "set()"

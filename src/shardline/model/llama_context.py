@@ -2,7 +2,7 @@
 
 Owns the two pointers, and the order in which they are freed. The set-up follows what makes a split exact and admission
 true: one KV buffer for all sequences, flash attention, one ubatch a call. Refuses to know slots and rows.
-Shown by tests/model/test_llama_context.py.
+Shown by tests/model/test_llama_shard.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The arrays of one llama_decode call, kept and filled again: token ids or rows, positions, sequences, output marks.
 
 Owns the memory that the library reads during a call. Everything that is the same in every call is written once. Refuses
-to know slots: it is told sequences and positions. Shown by tests/model/test_llama_rows.py.
+to know slots: it is told sequences and positions. Shown by tests/model/test_llama_backend.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PORT ?= 8080
 NODES ?= 2
+MINUTES ?= 30
 QUESTION ?= What is a shard, in one sentence?
 BIN := .venv/bin
 # From where pip takes torch; empty: pip's own configuration. CPU only: https://download.pytorch.org/whl/cpu
@@ -11,14 +12,14 @@ export TORCH_INDEX ?=
 export LLAMA_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean python
+.PHONY: help demo test check bench docs proofs faults soak clean python
 
 help: ## This list
 	@echo "Shardline: one open model served over several machines."
 	@echo
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 	@echo
-	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) NODES=$(NODES) QUESTION='…' ONCE=1 TORCH_INDEX=URL LLAMA_INDEX=URL ARGS='-k pattern'"
+	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) NODES=$(NODES) QUESTION='…' ONCE=1 TORCH_INDEX=URL LLAMA_INDEX=URL MINUTES=$(MINUTES) ARGS='-k pattern'"
 
 demo: python ## Set up, start a Tracker, a Gateway and two Nodes, ask one question, serve until Ctrl-C (ONCE=1: end after it)
 	@$(PYTHON) scripts/prepare.py demo --port $(PORT)
@@ -45,6 +46,18 @@ check: python ## Set up, then all that needs no test run: lint, types, import ru
 bench: python ## Routes of 1, 2, 3 Nodes against unsplit llama.cpp, far Nodes, hops, PyTorch, on this machine (ARGS='--only split')
 	@$(PYTHON) scripts/prepare.py bench
 	@$(BIN)/python -m bench $(ARGS)
+
+proofs: python ## The long proofs: exactness of 1, 2, 3 and 30 Nodes, engines against each other, all faults (an hour; ARGS)
+	@$(PYTHON) scripts/prepare.py test
+	@$(BIN)/python -m pytest -m long $(ARGS)
+
+faults: python ## The whole fault table with the llama.cpp engine (some minutes)
+	@$(PYTHON) scripts/prepare.py test
+	@$(BIN)/python -m pytest -m long tests/cluster/test_llama_faults.py $(ARGS)
+
+soak: python ## Mixed load for MINUTES=30: right answers, flat memory, nothing left behind
+	@$(PYTHON) scripts/prepare.py test
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 docs: python ## Generate the reference pages anew (settings, errors, commands, protocol example)
 	@$(PYTHON) scripts/prepare.py bench

@@ -15,16 +15,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support import llama_replay
-from tests.support.cluster import model_cluster
+from tests.support.cluster import Cluster, model_cluster, worker_pid
 from tests.support.greedy import EIGHT_BITS, LAST_BITS, Answer, answers, near_tie, prompts
 from tests.support.llama_recorder import recorded, recordings
 
 pytestmark = [pytest.mark.llama, pytest.mark.smollm2]
 pytest.importorskip("llama_cpp")
 
+ROOM_BYTES = 200_000_000
 NODE = ["--threads", "1", "--kv-tokens", "4096"]
 
 
@@ -57,6 +59,17 @@ def compare(alone: list[Answer], together: list[Answer], tie: float) -> list[str
     return [said for a, b in zip(alone, together, strict=True) if (said := near_tie(a, b, tie)) is not None]
 
 
+async def held(cluster: Cluster, number: int, model: Path) -> tuple[int, int]:
+    """Resident bytes of a Node and its worker, and what they may be: Shard, KV and 200 MB."""
+    info = await cluster.node_info(number)
+    shard = info["shards"][0]
+    span = f"-{shard['first']}-{shard['last']}.gguf"
+    own = [path for path in (cluster.folder / "state" / "shards").rglob("*.gguf") if path.name.endswith(span)]
+    kv = info["kv"]["capacity_tokens"] * shard["kv_bytes_per_token"]
+    resident = sum(psutil.Process(pid).memory_info().rss for pid in (info["pid"], worker_pid(info)))
+    return resident, (own[0] if own else model).stat().st_size + kv + ROOM_BYTES
+
+
 async def check_route(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str], *, nodes: int, asked: int, tokens: int
 ) -> None:
@@ -72,6 +85,8 @@ async def check_route(
         ends = [file.stat().st_size for file in files]
         together = await answers(cluster, questions, tokens, at_once=8)
         await cluster.until_free()
+        memory = [await held(cluster, number, model) for number in range(nodes)]
+    assert all(resident <= allowed for resident, allowed in memory), memory
     assert len(files) == nodes
     ties = compare(alone, together, EIGHT_BITS)
 
@@ -89,7 +104,15 @@ async def check_route(
     assert max(r["most_sequences"] for r in ranges) > 1, "no two sessions shared a call"
     seams = [llama_replay.strange_rows(a, b) for a, b in pairwise(files)]
     assert all(rows > 0 and strange == 0 for rows, strange in seams), seams
-    report(capsys, f"{nodes} Nodes, {asked} prompts", end_to_end, *ranges, f"near-ties: {len(ties)}", *ties)
+    told = " ".join(f"{resident / 1e6:.0f}/{allowed / 1e6:.0f}" for resident, allowed in memory)
+    report(
+        capsys,
+        f"{nodes} Nodes, {asked} prompts; resident MB of allowed: {told}",
+        end_to_end,
+        *ranges,
+        f"near-ties: {len(ties)}",
+        *ties,
+    )
 
 
 @pytest.mark.timeout(180)

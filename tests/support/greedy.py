@@ -29,25 +29,29 @@ def prompts(count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """`gaps`: logit of the best less that of the second, at each step."""
+    """`gaps`: of each step, by how much the likeliest tokens fall behind the best, by their text."""
 
     tokens: tuple[str, ...]
-    gaps: tuple[float, ...]
+    gaps: tuple[dict[str, float], ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.tokens)
 
 
 async def answer(cluster: Cluster, prompt: str | list[int], count: int, *, ignore_eos: bool = False) -> Answer:
-    body = {"model": cluster.model, "prompt": prompt, "max_tokens": count, "temperature": 0, "logprobs": 2}
+    body = {"model": cluster.model, "prompt": prompt, "max_tokens": count, "temperature": 0, "logprobs": 5}
     if ignore_eos:
         body["ignore_eos"] = True
     reply = await cluster.http.post(f"{cluster.gateway.url}/v1/completions", json=body, timeout=300)
     assert reply.status_code == 200, reply.text
     found = reply.json()["choices"][0]["logprobs"]
-    return Answer(tuple(found["tokens"]), tuple(_gap(top) for top in found["top_logprobs"]))
+    return Answer(tuple(found["tokens"]), tuple(_gaps(top) for top in found["top_logprobs"]))
 
 
-def _gap(top: dict[str, float]) -> float:
-    best = sorted(top.values(), reverse=True)
-    return best[0] - best[1] if len(best) > 1 else math.inf
+def _gaps(top: dict[str, float]) -> dict[str, float]:
+    best = max(top.values())
+    return {token: best - logprob for token, logprob in top.items()}
 
 
 async def answers(cluster: Cluster, asked: Sequence[str], count: int, *, at_once: int) -> list[Answer]:
@@ -67,8 +71,27 @@ def near_tie(alone: Answer, other: Answer, tie: float) -> str | None:
     """None where both say the same; else where they part, in words. Raises AssertionError where that is no near-tie."""
     for step, (a, b) in enumerate(zip(alone.tokens, other.tokens, strict=False)):
         if a != b:
-            said = f"step {step}: {b!r} for {a!r}, gap {alone.gaps[step]:.4f}"
-            assert alone.gaps[step] < tie, said
+            gap = alone.gaps[step].get(b, math.inf)
+            said = f"step {step}: {b!r} for {a!r}, gap {gap:.4f}"
+            assert gap < tie, said
             return said
     assert len(alone.tokens) == len(other.tokens), (alone.tokens, other.tokens)
+    return None
+
+
+def near_tie_of_text(alone: Answer, text: str, tie: float) -> str | None:
+    """The same for an answer of which only the text is known; it may be the beginning of one."""
+    at = 0
+    for step, token in enumerate(alone.tokens):
+        rest = text[at:]
+        if rest.startswith(token):
+            at += len(token)
+            continue
+        if token.startswith(rest):
+            return None
+        near = {other: gap for other, gap in alone.gaps[step].items() if other != token and gap < tie}
+        said = f"step {step}: {rest[:20]!r} for {token!r}, gaps {near}"
+        assert any(rest.startswith(other) or other.startswith(rest) for other in near), said
+        return said
+    assert text[at:] == "", f"{text[at:]!r} behind the end"
     return None

@@ -39,9 +39,9 @@ files_option = click.option(
 
 @click.group()
 def artifact() -> None:
-    """Describe a model so that others can fetch parts of it and check them.
+    """Describe a model by digests, sign it, check it.
 
-    An artifact is a small folder: a manifest, a BitTorrent v2 file, the small files of the model, a signature. The
+    Others can then fetch parts of it from anybody and know that they are right. An artifact is a small folder: a manifest, a BitTorrent v2 file, the small files of the model, a signature. The
     model's own files stay as they are, wherever they are.
     """
 

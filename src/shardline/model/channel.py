@@ -12,14 +12,14 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from shardline.errors import CATALOGUE, ShardlineError
-from shardline.model.backend import Reuse, ShardDescription, ShardSpec
+from shardline.model.backend import Buffer, Reuse, ShardDescription, ShardSpec
 from shardline.wire.messages import Sampling, StepTimes
 from shardline.wire.steps import SeamLayout
 
@@ -190,22 +190,30 @@ class FrameReader:
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_layout)
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
+    def feed(self, data: bytes) -> Sequence[Any]:
+        """The messages that are whole now."""
+        if not self._buffer and len(data) > _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
+            # One frame in one piece, as nearly always.
+            return (self._message(memoryview(data)[_LENGTH.size :]),)
         self._buffer += data
+        messages = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > FRAME_LIMIT:
                 raise ValueError(f"a frame claims {length} bytes, the limit is {FRAME_LIMIT}")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
-                return
+                break
             body = bytes(self._buffer[_LENGTH.size : end])
             del self._buffer[:end]
-            try:
-                message = self._decoder.decode(body)
-            except (msgspec.MsgspecError, NotImplementedError, RecursionError, TypeError) as error:
-                raise ValueError(f"a frame is not readable: {error}") from None
-            yield message
+            messages.append(self._message(body))
+        return messages
+
+    def _message(self, body: Buffer) -> Any:
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, NotImplementedError, RecursionError, TypeError) as error:
+            raise ValueError(f"a frame is not readable: {error}") from None
 
 
 class Place(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -207,7 +207,8 @@ class Generator:
         tokens = np.frombuffer(entry.tokens, dtype=_I32)
         if len(tokens) != entry.rows or entry.rows < 1:
             raise ShardlineError("seam_invalid", f"{len(tokens)} token ids for {entry.rows} rows")
-        self._check_tokens(tokens, held)
+        lowest, highest = (tokens[0],) * 2 if entry.rows == 1 else (tokens.min(), tokens.max())
+        self._check_tokens(int(tokens[0]), int(lowest), int(highest), held)
         if held.sampler is not None:
             if entry.want_output and end < held.spec.prompt_tokens:
                 raise ShardlineError(
@@ -216,11 +217,11 @@ class Generator:
             held.sampler.observe(tokens)
         held.expected = None
 
-    def _check_tokens(self, tokens: np.ndarray[Any, np.dtype[np.int32]], held: _Slot) -> None:
+    def _check_tokens(self, first: int, lowest: int, highest: int, held: _Slot) -> None:
         size = self.description.vocab_size
-        if size and (int(tokens.min()) < 0 or int(tokens.max()) >= size):
+        if size and (lowest < 0 or highest >= size):
             raise ShardlineError("seam_invalid", f"a token id lies outside the vocabulary of {size}")
-        if held.expected is not None and int(tokens[0]) != held.expected:
+        if held.expected is not None and first != held.expected:
             raise ShardlineError("seam_invalid", "the token that came round is not the one that was sampled")
 
     def _result(self, entry: BackendEntry, output: BackendOutput | Exception) -> StepResult | ShardlineError:

@@ -125,6 +125,9 @@ class Sampler:
             banned |= ends
         self._banned = np.array(sorted(banned), dtype=np.int64)
         self._banned_early = np.array(sorted(banned | ends | set(sampling.stop_ids)), dtype=np.int64)
+        self._bans = frozenset(banned)
+        self._bans_early = self._bans | ends | set(sampling.stop_ids)
+        self._biased = bool(bias)
         self._adjusts = bool(bias) or bool(banned) or self._history is not None
 
     @property
@@ -170,15 +173,21 @@ class Sampler:
         if not math.isfinite(peak):
             raise ShardlineError("numerical_error", "the logits of the last layer are not finite")
         scores = logits
-        if self._adjusts or self.generated < self._sampling.min_tokens:
+        greedy = self._sampling.temperature <= GREEDY_BELOW or self._sampling.top_k == 1
+        if (self._adjusts or self.generated < self._sampling.min_tokens) and not (greedy and self._unbanned(best)):
             scores = self._adjusted(logits)
             best = int(scores.argmax())
             self._check_adjusted(float(scores[best]))
-        greedy = self._sampling.temperature <= GREEDY_BELOW or self._sampling.top_k == 1
         chosen = best if greedy else self._draw(scores, float(scores[best]))
         if self._sampling.logprobs is None:
             return Choice(chosen, None, None)
         return _with_logprobs(logits, peak, chosen, self._sampling.logprobs)
+
+    def _unbanned(self, best: int) -> bool:
+        """Whether nothing but bans applies, and `best` is not banned: it stays the best then."""
+        if self._biased or self._history is not None:
+            return False
+        return best not in (self._bans_early if self.generated < self._sampling.min_tokens else self._bans)
 
     def _check_adjusted(self, peak: float) -> None:
         if peak == -math.inf:

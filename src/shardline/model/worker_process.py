@@ -292,7 +292,7 @@ class WorkerProcess:
             self._end(None)
             return
         try:
-            messages = list(self._reader.feed(data))
+            messages = self._reader.feed(data)
         except ValueError as error:
             self._end(ShardlineError("engine_lost", f"the engine worker sent what cannot be read: {error}"))
             return

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from statistics import median
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import BackendEntry, ShardDescription
 from shardline.model.engine import BatchResult, Engine
-from shardline.model.generation import SampledToken
+from shardline.model.generation import SampledToken, StepResult
 from shardline.node.batch import Choice, Lane, Measured, Waiting, choose
 from shardline.node.outbox import Outbox, Outgoing
 from shardline.node.rows import all_finite
@@ -279,6 +279,10 @@ class ShardHost:
             self._submit(batch)
 
     def _choose(self) -> Choice | None:
+        if len(self._queued) == 1:
+            ((number, slot),) = self._queued.items()
+            if slot.queue[0].step.entry.lane == LANE_DECODE:
+                return Choice("decode", (number,))
         decode: list[Waiting] = []
         prefill: list[Waiting] = []
         is_tail = self._shard().is_tail
@@ -349,8 +353,9 @@ class ShardHost:
         self.engine.submit(entries, self._batch_done)
 
     def _batch_done(self, result: BatchResult) -> None:
+        """What others wait for leaves first: rows and tokens for the next hop, then the account of the step."""
         batch, self._running = self._running, []
-        compute_ms = result.compute_us / 1e3
+        computed: list[tuple[Slot, QueuedStep, StepResult]] = []
         outgoing: dict[tuple[str, int], list[Outgoing]] = {}
         for i, (slot, queued) in enumerate(batch):
             if not self.sessions.engine_returned(slot):
@@ -359,39 +364,68 @@ class ShardHost:
             if isinstance(outcome, ShardlineError):
                 self.sessions.fail(slot, outcome)
                 continue
-            entry = queued.step.entry
-            slot.computed_end = entry.position + entry.rows
-            send_ms = slot.times.send_ms if slot.times else None
-            slot.times = HopTimes(
-                queue_ms=round((self._batch_started - queued.arrived) * 1e3, 3),
-                compute_ms=round(compute_ms, 3),
-                send_ms=send_ms,
-            )
-            self._count(entry, compute_ms, len(batch))
-            step = self._next_step(slot, queued, outcome)
+            computed.append((slot, queued, outcome))
+            step = self._next_step(slot, queued.step, outcome)
             if step is not None:
-                outgoing.setdefault((slot.ticket.next.node, entry.lane), []).append(Outgoing(slot, step))
-        for items in outgoing.values():
-            self._hand_on(items)
+                outgoing.setdefault((slot.ticket.next.node, step.entry.lane), []).append(Outgoing(slot, step))
+        own = self._hand_on(outgoing.values())
+        compute_ms = result.compute_us / 1e3
+        for slot, queued, outcome in computed:
+            self._account(slot, queued, outcome, compute_ms, len(batch))
+        for item in own:
+            self._close_ring(item)
         self._pump()
 
-    def _count(self, entry: Entry, compute_ms: float, rows: int) -> None:
-        if entry.lane == LANE_DECODE:
-            self._decode_ms.append(compute_ms / rows)
-
-    def _next_step(self, slot: Slot, queued: QueuedStep, outcome: object) -> Step | None:
+    def _next_step(self, slot: Slot, step: Step, outcome: StepResult) -> Step | None:
         """What follows from a computed step: rows for the next hop, a token for the head, or nothing."""
-        entry = queued.step.entry
+        entry, token = step.entry, outcome.token
         if not self._shard().is_tail:
             onward = Entry(entry.key, entry.seq, entry.position, entry.rows, entry.hop + 1, entry.lane, entry.flags)
-            return Step(onward, queued.step.tokens, outcome.hidden)  # type: ignore[attr-defined]
-        token = outcome.token  # type: ignore[attr-defined]
-        if token is None:
-            self.sessions.stream(slot).emit(Progress(position=slot.computed_end, times=slot.times))
+            return Step(onward, step.tokens, outcome.hidden)  # type: ignore[arg-type]
+        if token is None or token.end is not None:
             return None
-        return self._token_sampled(slot, entry, token)
+        onward = Entry(slot.key, entry.seq + 1, entry.position + entry.rows, 1, 0, LANE_DECODE, FLAG_OUTPUT)
+        return Step(onward, token.id.to_bytes(4, "little"), ())
 
-    def _token_sampled(self, slot: Slot, entry: Entry, token: SampledToken) -> Step | None:
+    def _hand_on(self, outgoing: Iterable[list[Outgoing]]) -> list[Outgoing]:
+        """Push; returns what goes nowhere, as one Node is the whole route."""
+        own: list[Outgoing] = []
+        shard = self._shard()
+        layout = TOKENS_ONLY if shard.is_tail else shard.layout_out
+        for items in outgoing:
+            peer = items[0].slot.ticket.next
+            if shard.is_tail and peer.node == self.node_id:
+                own += items
+            else:
+                self._outbox.send(peer, layout, items)
+        return own
+
+    def _close_ring(self, item: Outgoing) -> None:
+        """The next step of a route of one Node, without a socket."""
+        try:
+            self._accept_now(item.step)
+        except ShardlineError as error:
+            self.sessions.fail(item.slot, error)
+
+    def _account(self, slot: Slot, queued: QueuedStep, outcome: StepResult, compute_ms: float, rows: int) -> None:
+        """What a computed step says of its session: how far it is, how long it took; of a tail, its token."""
+        entry = queued.step.entry
+        slot.computed_end = entry.position + entry.rows
+        slot.times = HopTimes(
+            queue_ms=round((self._batch_started - queued.arrived) * 1e3, 3),
+            compute_ms=round(compute_ms, 3),
+            send_ms=slot.times.send_ms if slot.times else None,
+        )
+        if entry.lane == LANE_DECODE:
+            self._decode_ms.append(compute_ms / rows)
+        if not self._shard().is_tail:
+            return
+        if outcome.token is None:
+            self.sessions.stream(slot).emit(Progress(position=slot.computed_end, times=slot.times))
+        else:
+            self._tell_token(slot, outcome.token)
+
+    def _tell_token(self, slot: Slot, token: SampledToken) -> None:
         stream = self.sessions.stream(slot)
         index = slot.generated
         slot.generated += 1
@@ -401,22 +435,6 @@ class ShardHost:
         if token.end is not None:
             slot.finished = True
             stream.emit(Finished(reason=token.end, generated=slot.generated))
-            return None
-        onward = Entry(slot.key, entry.seq + 1, entry.position + entry.rows, 1, 0, LANE_DECODE, FLAG_OUTPUT)
-        return Step(onward, token.id.to_bytes(4, "little"), ())
-
-    def _hand_on(self, items: list[Outgoing]) -> None:
-        peer = items[0].slot.ticket.next
-        shard = self._shard()
-        if shard.is_tail and peer.node == self.node_id:
-            # One Node is the whole route: the ring closes here, without a socket.
-            for item in items:
-                try:
-                    self._accept_now(item.step)
-                except ShardlineError as error:
-                    self.sessions.fail(item.slot, error)
-            return
-        self._outbox.send(peer, TOKENS_ONLY if shard.is_tail else shard.layout_out, items)
 
     # ---- what became of a push (OutboxOwner) -----------------------------------------------------------------
 

@@ -109,12 +109,12 @@ class Outbox:
     def _post(self, peer: TicketPeer, layout: SeamLayout, items: list[Outgoing]) -> None:
         """A decode step leaves at once, over a connection that is there; everything else gets a task."""
         pieces = encode([item.step for item in items], layout)
-        self._tally(pieces, layout, items)
         push = _Push(peer, items, pieces, time.perf_counter())
         if items[0].step.entry.lane != LANE_DECODE or not self._carrier.push_now(
             peer.url, pieces, timeout_s=self._settings.push_s, limit="push", done=partial(self._answered, push)
         ):
             self._start(push, fresh=False)
+        self._tally(pieces, layout, items)
 
     def _start(self, push: _Push, *, fresh: bool) -> None:
         def fault(error: Exception) -> None:

@@ -77,6 +77,8 @@ async def attempt(line: JoinLine, folder: Path) -> ShardlineError:
         async with joined(line, state_dir=folder, settings=Settings()):
             pass
     assert TOKEN not in caught.value.message
+    # Nothing is left of a line that led nowhere.
+    assert list((folder / "joined").glob("*")) == []
     return caught.value
 
 

@@ -195,8 +195,9 @@ class Cluster:
             return child.part.by_hand
         from shardline.transport.addresses import split_url
 
-        listen = ("--listen", self._plan.listen) if self._plan.listen else ()
-        return (*self._flags.given, "tracker", "--port", str(split_url(self.tracker_url).port), *listen)
+        given = [("--listen", self._plan.listen), ("--advertise", self._plan.advertise)]
+        keys = [word for flag, value in given if value for word in (flag, value)]
+        return (*self._flags.given, "tracker", "--port", str(split_url(self.tracker_url).port), *keys)
 
 
 @click.command()

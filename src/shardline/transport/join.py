@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -99,7 +100,13 @@ async def joined(
     """
     folder, lock = _folder_of(line, state_dir)
     try:
-        yield await _entered(line, folder, settings, identity_path)
+        try:
+            entered = await _entered(line, folder, settings, identity_path)
+        except BaseException:
+            if kept_in(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)  # nothing came of it
+            raise
+        yield entered
     finally:
         lock.close()
 

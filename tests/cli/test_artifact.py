@@ -174,7 +174,7 @@ def test_a_key_file_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["create", "verify", "show", "keygen"])
 def test_help_says_what_flags_do(command: str) -> None:
     assert f"\n  {command} " in run("--help").stdout
-    assert "..." not in run("--help").stdout.partition("Commands:")[2]
+    assert "..." not in run("--help").stdout.partition("Commands:")[2], "a summary is cut off"
     assert run(command, "--help").exit_code == 0
     for parameter in artifact.commands[command].params:
         assert getattr(parameter, "help", None) or parameter.param_type_name == "argument", parameter.name

@@ -41,8 +41,9 @@ files_option = click.option(
 def artifact() -> None:
     """Describe a model by digests, sign it, check it.
 
-    Others can then fetch parts of it from anybody and know that they are right. An artifact is a small folder: a manifest, a BitTorrent v2 file, the small files of the model, a signature. The
-    model's own files stay as they are, wherever they are.
+    Others can then fetch parts of it from anybody, and know that they are right. An artifact is a small folder: a
+    manifest, a BitTorrent v2 file, the small files of the model, a signature. The model's own files stay as they are,
+    wherever they are.
     """
 
 
@@ -69,10 +70,11 @@ def create(
     include: tuple[Path, ...],
     as_json: bool,
 ) -> None:
-    """Describe MODEL: a GGUF file (of a split one, any part) or a folder with safetensors.
+    """Describe MODEL, for others to fetch and check.
 
-    Its files are read once and never written. Without --sign nobody can tell who made the artifact: Nodes take it only
-    by its content_id, or with --allow-unsigned.
+    MODEL is a GGUF file (of a split one, any part) or a folder with safetensors. Its files are read once and never
+    written. Without --sign nobody can tell who made the artifact: Nodes take it only by its content_id, or with
+    --allow-unsigned.
     """
     from shardline.artifact import creation
     from shardline.artifact.signing import KEY_BYTES_LIMIT, read_private_key
@@ -126,9 +128,10 @@ def verify(path: Path, public_keys: tuple[Path, ...], files: Path | None, as_jso
 @files_option
 @as_json_option
 def show(path: Path, public_keys: tuple[Path, ...], files: Path | None, as_json: bool) -> None:
-    """Show what an artifact says; with --files, which layers the files in FOLDER hold whole.
+    """Show what an artifact says, and which layers are there.
 
-    For that all that is there is read and hashed. Files may have holes or be cut short.
+    With --files: which layers the files in FOLDER hold whole. For that all of them are read and hashed; they may have
+    holes, be cut short, or be absent.
     """
     from shardline.artifact.ranges import servable
     from shardline.artifact.verification import held_pieces
@@ -149,13 +152,20 @@ def show(path: Path, public_keys: tuple[Path, ...], files: Path | None, as_json:
 
 @artifact.command()
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), default=Path("publisher.pem"), metavar="FILE", show_default=True
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("publisher.pem"),
+    metavar="FILE",
+    show_default=True,
+    help="Where to write it.",
 )
 @as_json_option
 def keygen(output: Path, as_json: bool) -> None:
-    """Make a key that signs artifacts: FILE, and FILE.pub for all who shall trust it.
+    """Make a key that signs artifacts.
 
-    Both are PEM (ECDSA P-256), as OpenSSL and model_signing read them. Keep FILE to yourself: it has no password.
+    Writes FILE, and FILE.pub for all who shall trust it. Both are PEM (ECDSA P-256), as OpenSSL and model_signing read
+    them. Keep FILE to yourself: it has no password.
     """
     from shardline.artifact.signing import key_id, new_key, private_pem, public_pem
 

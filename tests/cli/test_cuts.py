@@ -32,8 +32,8 @@ def test_a_model_that_can_be_cut_anywhere(tmp_path: Path) -> None:
         "Cuts at: 1–7\n"
         "\n"
         "LAYERS  WEIGHTS   KV OF 1,000 TOKENS\n"
-        "0:7     15.2 KiB  437.5 KiB\n"
-        "7:8     9.2 KiB   62.5 KiB\n"
+        "0:4     12.1 KiB  250.0 KiB\n"
+        "4:8     12.2 KiB  250.0 KiB\n"
     )
 
 

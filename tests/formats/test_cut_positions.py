@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardline.errors import ShardlineError
 from shardline.formats.architectures import ROWS, LlamaRules
-from shardline.formats.cuts import Cuts, cuts_of, even_cut
+from shardline.formats.cuts import LAYER_BYTES, Cuts, cuts_of, even_cut
 from shardline.formats.layer_kinds import LayerKinds
 from shardline.formats.memory import WeightBytes
 from shardline.formats.shape import ModelShape
@@ -177,7 +177,15 @@ def test_every_row_can_be_applied(tmp_path: Path, row: Any) -> None:
 
 
 def weights(layers: int, *, embedding: int = 0, output: int = 0) -> WeightBytes:
-    return WeightBytes((10,) * layers, embedding, output, 0, 0)
+    """In units of one layer's 10; large, so that what a layer costs beside its bytes does not show."""
+    gigabyte = 1 << 30
+    return WeightBytes((10 * gigabyte,) * layers, embedding * gigabyte, output * gigabyte, 0, 0)
+
+
+def test_the_even_cut_knows_that_a_small_layer_costs_more_than_its_bytes(tmp_path: Path) -> None:
+    """Of SmolLM2's shape: by bytes alone the tail would have its output matrix and nothing else."""
+    small = WeightBytes((2_100_000,) * 30, 28_000_000, 0, 28_000_000, 0)
+    assert even_cut(cuts(tmp_path, "llama", 30), small, 3) == [(0, 12), (12, 24), (24, 30)]
 
 
 def test_the_even_cut_counts_what_a_step_reads(tmp_path: Path) -> None:
@@ -207,10 +215,10 @@ def test_no_cut_is_more_even(sizes: list[int], output: int, parts: int) -> None:
     layers = len(sizes)
     shape = ModelShape("llama", layers, 8, 8, 8, None, None, None)
     found = Cuts(shape, LlamaRules(), None, LayerKinds(windowed=(True,) + (False, True) * 4))
-    weight = WeightBytes(tuple(sizes), 7, output, 0, 0)
+    weight = WeightBytes(tuple(size << 20 for size in sizes), 7, output << 20, 0, 0)
 
     def largest(edges: tuple[int, ...]) -> int:
-        return max(weight.of_shard(a, b) - (0 if a else 7) for a, b in pairwise(edges))
+        return max(weight.of_shard(a, b) - (0 if a else 7) + LAYER_BYTES * (b - a) for a, b in pairwise(edges))
 
     ways = [
         (0, *inner, layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -235,6 +236,21 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ShardlineError) as caught:
         create_bundle(path, tmp_path / "file" / "art", CREATED)
     assert caught.value.code == "state_unwritable"
+
+
+def test_a_full_disk_and_a_small_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = big_gguf(tmp_path)
+    with pytest.raises(ShardlineError, match=r"absent\.md cannot be read"):
+        create_bundle(path, tmp_path / "art", replace(CREATED, include=(tmp_path / "absent.md",)))
+
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ShardlineError, match="No space left") as caught:
+        create_bundle(path, tmp_path / "art", CREATED)
+    assert caught.value.code == "disk_full"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "con", "x" * 300])

@@ -154,6 +154,17 @@ WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put("model", "unknown", value=1), "unknown"),
     (put("files", 0, "unknown", value=1), "unknown"),
     (put("transport", "bittorrent", "unknown", value=1), "unknown"),
+    (put("version", value=None), "empty value"),
+    (put("small_files", value=[]), "empty value"),
+    (put("transport", "webseeds", value=[]), "empty value"),
+    (put("model", "vocab_size", value=None), "empty value"),
+    (put("x-\u00e9", value=1), "unknown"),
+    (put("x-half", value=0.5), "integers"),
+    (put("x-long", value="x" * 65537), "65536"),
+    (put("version", value="e\u0301"), "normal form C"),
+    (put("files", 0, "path", value="e\u0301"), "normal form C"),
+    (put("tensors", 0, 0, value="e\u0301"), "normal form C"),
+    (put("model", "quantization", "tensor_types", value={"f32": 1}), "tensor type"),
     (put("schema", value="shardline/model-artifact/v2"), "schema"),
     (put("content_id", value="mac1-../x"), "content_id"),
     (put("content_id", value=f"sha256:{HEX}"), "content_id"),
@@ -176,7 +187,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put("model", "tokenizer", "sha256", value=HEX.upper()), "sha256"),
     (put("files", value=[]), "files"),
     (put("files", 0, "size", value=0), "size"),
-    (put("files", 0, "size", value=2**53), "2^53"),
+    (put("files", 0, "size", value=2**53), "size"),
     (put("files", 0, "size", value=999), "ends behind"),
     (put("files", 0, "sha256", value="sha256:../../x"), "sha256"),
     (put("files", 0, "sha256", value=HEX + "0"), "sha256"),
@@ -202,7 +213,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put("tensors", 0, 5, value=[-1]), "tensors"),
     (put("tensors", 0, 6, value="elsewhere"), "tensors"),
     (put("tensors", 0, 6, value=4096), "tensors"),
-    (put("tensors", 0, value=["a", 0, 512, 1, "F32", [1], 0, "more"]), "tensors"),
+    (put("tensors", 0, value=["a", 0, 512, 1, "F32", [1], 0, "more"]), "at most length 7"),
     (put("tensors", 0, value=["a", 0, 512, 1, "F32", [1]]), "tensors"),
     (put("tensors", 0, value={"name": "a"}), "tensors"),
     (put("small_files", 0, "size", value=-1), "size"),
@@ -248,9 +259,10 @@ def test_each_needed_key_is_missed(key: str) -> None:
         raw_of(GOOD).replace(b'"size":600', b'"size":' + b"9" * 5000),
         raw_of(GOOD).replace(b"Tiny", b"T\\u0069ny"),
         raw_of(GOOD).replace(b"Tiny", b"\xff"),
-        raw_of(GOOD | {"x-deep": 0}).replace(b'"x-deep":0', b'"x-deep":' + b"[" * 99_999 + b"]" * 99_999),
+        raw_of(GOOD | {"x-deep": 0}).replace(b'"x-deep":0', b'"x-deep":' + b"[" * 30_000 + b"]" * 30_000),
+        raw_of(GOOD).replace(b'"files":[', b'"files":' + b"[" * 100_000),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_bytes_that_are_not_canonical_are_refused(raw: bytes) -> None:
     refused(raw)
@@ -262,6 +274,18 @@ def test_a_huge_manifest_is_refused_by_its_length_alone() -> None:
     try:
         refused(raw)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("key", ["tensors", "files", "x-more"])
+def test_bytes_of_another_shape_take_no_memory(key: str) -> None:
+    """Three bytes of an empty list would become 64 of memory."""
+    raw = raw_of(GOOD | {key: 0}).replace(f'"{key}":0'.encode(), f'"{key}":['.encode() + b"[]," * 5_000_000 + b"[]]")
+    tracemalloc.start()
+    try:
+        refused(raw)
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
     finally:
         tracemalloc.stop()
 

@@ -7,6 +7,7 @@ would. Blocking: call it in a thread. Shown by tests/artifact/test_creation.py.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -215,8 +216,11 @@ def _copy_small_files(contents: Contents, include: Sequence[Path], target: Path)
 
 
 def _copied(name: str, source: Path, target: Path) -> SmallFile:
-    with source.open("rb") as file:
-        raw = file.read(SMALL_FILE_LIMIT + 1)
+    try:
+        with source.open("rb") as file:
+            raw = file.read(SMALL_FILE_LIMIT + 1)
+    except OSError as error:
+        raise _bad_model(f"{name} cannot be read: {error.strerror}") from None
     if len(raw) > SMALL_FILE_LIMIT:
         raise _bad_model(f"{name} has more than {SMALL_FILE_LIMIT} bytes")
     _write(target, raw)
@@ -246,8 +250,9 @@ def _sync(folder: Path) -> None:
 
 
 def _unwritable(error: OSError, output: Path) -> ShardlineError:
+    code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "state_unwritable"
     message = f"no artifact can be written to {output.name!r:.200}: {error.strerror or type(error).__name__}"
-    return ShardlineError("state_unwritable", message, advice="Make room there, or choose another folder: -o DIR")
+    return ShardlineError(code, message, advice="Make room there, or choose another folder: -o DIR")
 
 
 def _bad_model(message: str) -> ShardlineError:

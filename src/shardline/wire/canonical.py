@@ -24,6 +24,11 @@ class NotCanonical(ValueError):
 def encode(value: Any) -> bytes:
     """The canonical bytes of JSON values or msgspec structs; raises `NotCanonical` where there are none."""
     check(msgspec.to_builtins(value))
+    return write(value)
+
+
+def write(value: Any) -> bytes:
+    """As `encode`, of a value that is known to be in the subset: not checked again."""
     return msgspec.json.encode(value, order="sorted")
 
 
@@ -34,7 +39,7 @@ def decode(raw: bytes) -> Any:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise NotCanonical(f"it is no JSON document: {words_of(error)}") from None
     check(value)
-    if msgspec.json.encode(value, order="sorted") != raw:
+    if write(value) != raw:
         raise NotCanonical("it is not in canonical form (RFC 8785): a key stands twice, or order or spacing differ")
     return value
 
@@ -69,12 +74,19 @@ def _check_keys(item: dict[Any, Any]) -> None:
             raise NotCanonical(f"the key {key!r:.60} is not ASCII")
 
 
+def check_text(text: str) -> None:
+    """Refuse a string that has another form as well (`NotCanonical`)."""
+    if text.isascii():
+        return
+    if not unicodedata.is_normalized("NFC", text):
+        raise NotCanonical(f"the string {text!r:.60} is not in normal form C")
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
+        raise NotCanonical("a string has half a surrogate pair")
+
+
 def _check_plain(item: Any) -> None:
     if isinstance(item, str):
-        if not unicodedata.is_normalized("NFC", item):
-            raise NotCanonical(f"the string {item!r:.60} is not in normal form C")
-        if any(0xD800 <= ord(c) <= 0xDFFF for c in item if not c.isascii()):
-            raise NotCanonical("a string has half a surrogate pair")
+        check_text(item)
     elif isinstance(item, int):
         if not -INTEGER_LIMIT <= item <= INTEGER_LIMIT:
             raise NotCanonical(f"the integer {hex(item):.20} is not below 2^53")

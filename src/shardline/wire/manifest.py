@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Final, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -31,6 +31,7 @@ LAYERS_LIMIT = 4096
 COLUMNS = ("name", "file", "offset", "length", "type", "shape", "layer")
 EXTENSION = "x-"
 """Top-level keys that begin so may be added by anybody, are covered by the signature, and mean nothing here."""
+EXTENSION_BYTES_LIMIT = 64 << 10
 
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
@@ -155,7 +156,7 @@ class Transport(_Part, frozen=True, kw_only=True):
     """URLs of folders, ending in `/`; a file is at URL + `Manifest.torrent_path`."""
 
 
-class Manifest(_Part, frozen=True, kw_only=True):
+class Manifest(_Part, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """The whole document. Valid from birth where `decode_manifest` or `checked` made it."""
 
     schema: Literal["shardline/model-artifact/v1"]
@@ -206,16 +207,39 @@ def decode_manifest(raw: bytes) -> Manifest:
     if len(raw) > MANIFEST_BYTES_LIMIT:
         raise _bad(f"it has {len(raw)} bytes, the limit is {MANIFEST_BYTES_LIMIT}")
     try:
-        value = canonical.decode(raw)
-        if not isinstance(value, dict):
-            raise _bad("it is not a JSON object")
-        known = {key: item for key, item in value.items() if not key.startswith(EXTENSION)}
-        manifest = msgspec.convert(known, Manifest)
+        members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        more = _extensions(members)
+        # Decoded as what it shall be: bytes that are something else end it before they become large lists.
+        manifest = msgspec.json.decode(raw, type=Manifest)
+        if canonical.write(_members(manifest) | more) != raw:
+            raise _bad("it is not in canonical form (RFC 8785), a key stands twice, or an empty value is written out")
     except canonical.NotCanonical as error:
         raise _bad(str(error)) from None
-    except msgspec.ValidationError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise _bad(canonical.words_of(error)) from None
     return checked(manifest)
+
+
+def _extensions(members: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """The keys that others added; an unknown one without their prefix is refused."""
+    known = {field.encode_name for field in msgspec.structs.fields(Manifest)}
+    added = {key: bytes(value) for key, value in members.items() if key not in known}
+    if sum(map(len, added.values())) > EXTENSION_BYTES_LIMIT:
+        raise _bad(f"the keys {EXTENSION}… have more than {EXTENSION_BYTES_LIMIT} bytes")
+    for key in added:
+        if not key.startswith(EXTENSION) or not key.isascii():
+            raise _bad(f"it has the unknown key {key!r:.100}")
+    return {key: canonical.decode(value) for key, value in added.items()}
+
+
+def _members(manifest: Manifest) -> dict[str, Any]:
+    """What stands in the document: all but empty values that need not be there."""
+    members = {}
+    for field in msgspec.structs.fields(Manifest):
+        value = getattr(manifest, field.name)
+        if field.required or value != field.default:
+            members[field.encode_name] = value
+    return members
 
 
 def checked(manifest: Manifest) -> Manifest:
@@ -236,9 +260,10 @@ def checked(manifest: Manifest) -> Manifest:
     if len(manifest.transport.webseeds) > WEBSEEDS_LIMIT:
         raise _bad(f"{len(manifest.transport.webseeds)} web seeds, the limit is {WEBSEEDS_LIMIT}")
     _check_tensors(manifest)
+    if other := [kind for kind in manifest.model.quantization.tensor_types if not _TYPE.fullmatch(kind)]:
+        raise _bad(f"{other[0]!r:.60} is no tensor type")
     for text in _texts(manifest):
-        if not text.isprintable():
-            raise _bad(f"the text {text!r:.100} has characters that cannot be shown")
+        _check_text(text)
     return manifest
 
 
@@ -315,12 +340,23 @@ def _check_tensors(manifest: Manifest) -> None:
             raise _bad(f"tensor {row.name!r:.100} ends behind the end of {manifest.files[row.file].path}")
 
 
+def _check_text(text: str) -> None:
+    if not text.isprintable():
+        raise _bad(f"the text {text!r:.100} has characters that cannot be shown")
+    try:
+        canonical.check_text(text)
+    except canonical.NotCanonical as error:
+        raise _bad(str(error)) from None
+
+
 def _texts(manifest: Manifest) -> Iterable[str]:
-    """Whatever may be shown to a person, on a terminal."""
+    """Whatever may be shown to a person, on a terminal: all strings that are not of a form of their own."""
     model = manifest.model
+    yield manifest.name
+    yield from (entry.path for entry in manifest.files)
+    yield from (entry.path for entry in manifest.small_files)
     yield from (row.name for row in manifest.tensors)
     yield from (text for text in (manifest.version, manifest.license, model.architecture) if text is not None)
-    yield from model.quantization.tensor_types
     for origin in manifest.source:
         yield from (text for text in (origin.url, origin.revision) if text is not None)
     for digest in (model.tokenizer, model.chat_template):

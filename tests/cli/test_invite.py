@@ -134,7 +134,8 @@ def test_the_api_over_https_with_the_operators_certificate(desk: Desk) -> None:
     (url,) = desk.until(out, r"^Gateway: (https://0\.0\.0\.0:\d+)$")
     context = ssl.create_default_context(cafile=str(root))
     asked = urllib.request.Request(
-        url.replace("0.0.0.0", "127.0.0.1") + "/v1/models", headers={"authorization": "Bearer key-of-a-client-0123456789"}
+        url.replace("0.0.0.0", "127.0.0.1") + "/v1/models",
+        headers={"authorization": "Bearer key-of-a-client-0123456789"},
     )
     with urllib.request.build_opener(urllib.request.HTTPSHandler(context=context)).open(asked, timeout=10) as answer:
         assert json.load(answer)["data"] == []

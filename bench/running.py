@@ -55,6 +55,7 @@ class Running:
             "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
+            "cache_prompt": False,
             "stream": True,
             "stream_options": {"include_usage": True, "include_telemetry": True},
         }

@@ -159,7 +159,7 @@ async def test_a_proxy_that_closes_silent_connections(tmp_path: Path) -> None:
             assert stream.error is not None and not stream.done
             assert (stream.error["code"], stream.error["phase"], stream.text) == ("engine_error", "prefill", "")
             with pytest.raises(httpx.RemoteProtocolError):
-                await cluster.http.post(proxy.url + TEXT, json=cluster.body("p" * 80, max_tokens=2))
+                await cluster.http.post(proxy.url + TEXT, json=cluster.body("q" * 80, max_tokens=2))
         await cluster.until_free()
 
 

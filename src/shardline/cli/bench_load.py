@@ -136,6 +136,7 @@ def _body(model: str, ids: Sequence[int], tokens: int) -> dict[str, Any]:
         "max_tokens": tokens,
         "ignore_eos": True,
         "temperature": 0,
+        "cache_prompt": False,  # every prefill is a whole one, and nothing lies in the caches beside
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -146,6 +146,14 @@ def test_what_is_no_bundle_at_all(tmp_path: Path) -> None:
         assert refusal(folder, ANY).code == "artifact_invalid"
 
 
+def test_a_folder_that_cannot_be_listed(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_path: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert refusal(bundle.folder).message == "invalid artifact: 'art' cannot be read: Permission denied"
+
+
 def test_a_publisher_cannot_claim_another_content(bundle: Bundle) -> None:
     def claim(manifest: dict[str, Any]) -> None:
         manifest["content_id"] = "mac1-" + "0" * 64

@@ -153,3 +153,8 @@ def test_anything_else_in_a_torrent_is_refused(bundle: Bundle, change: Any) -> N
 def test_what_is_no_torrent_is_refused(bundle: Bundle, raw: bytes) -> None:
     replace_torrent(bundle.folder, raw)
     refused(bundle.folder)
+
+
+def test_nothing_longer_than_the_manifest_asks_for_is_taken_apart(bundle: Bundle) -> None:
+    replace_torrent(bundle.folder, b"l" + b"0:" * 10_000 + b"e")
+    assert "are asked for" in refused(bundle.folder)

@@ -84,6 +84,13 @@ def load_bundle(folder: Path, policy: TrustPolicy) -> Bundle:
     Errors: `artifact_untrusted` where the policy does not allow it; `artifact_invalid` where a part is missing, too
     large, or differs from what was signed or from what the manifest says.
     """
+    try:
+        return _load(folder, policy)
+    except OSError as error:
+        raise _bad(f"{folder.name!r:.200} cannot be read: {error.strerror or type(error).__name__}") from None
+
+
+def _load(folder: Path, policy: TrustPolicy) -> Bundle:
     signed, signed_by = _signed_digests(folder, policy)
     manifest_raw = _read(folder, MANIFEST_NAME, MANIFEST_BYTES_LIMIT)
     torrent_raw = _read(folder, TORRENT_NAME, TORRENT_BYTES_LIMIT)

@@ -2,7 +2,7 @@
 
 Owns that one derivation, from the manifest alone: headers of all files, the tensors of the layers, and what head and
 tail need beside them. It never stands in the manifest. Pure. That the Shard files of llama.cpp need no byte more is
-shown by tests/artifact/test_ranges.py.
+shown by tests/artifact/test_ranges.py and test_ranges_llama.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def shard_ranges(manifest: Manifest, first: int, last: int) -> list[ByteRange]:
     check_range(first, last, manifest.model.n_layers)
     rows = {row.name: row for row in manifest.tensors}
     names = shard_tensors(rows, first, last, n_layers=manifest.model.n_layers, tied=is_tied(rows))
-    taken = {name: rows[name] for name in names} | {row.name: row for row in _norms(manifest)}
+    taken = {name: rows[name] for name in names} | {row.name: row for row in _vectors(manifest)}
     alignment = manifest.format.alignment or 1
     return _joined(chain(_headers(manifest), byte_ranges(taken.values(), alignment=alignment)))
 
@@ -67,7 +67,7 @@ def _layer_pieces(manifest: Manifest) -> Iterable[dict[int, list[int]]]:
     for layer, own in enumerate(of_layer):
         rows = {row.name: row for row in [*own, *others]}
         names = shard_tensors(rows, layer, layer + 1, n_layers=n_layers, tied=tied)
-        taken = {name: rows[name] for name in names} | {row.name: row for row in _norms(manifest)}
+        taken = {name: rows[name] for name in names} | {row.name: row for row in _vectors(manifest)}
         yield pieces_of(manifest, chain(_headers(manifest), byte_ranges(taken.values())))
 
 
@@ -79,10 +79,13 @@ def _headers(manifest: Manifest) -> Iterable[ByteRange]:
     return (ByteRange(number, 0, entry.data_offset) for number, entry in enumerate(manifest.files))
 
 
-def _norms(manifest: Manifest) -> Iterable[TensorRow]:
-    """Vectors behind the last layer: no GGUF file is loaded without its final norm, wherever it was cut."""
+def _vectors(manifest: Manifest) -> Iterable[TensorRow]:
+    """Norms and biases of head and tail: no GGUF file is loaded without its final norm, wherever it was cut, and some
+    architectures have it under a name of the embedding."""
     if manifest.format.container == "gguf":
-        yield from (row for row in manifest.tensors if len(row.shape) == 1 and place_of(row.name) == "output")
+        yield from (
+            row for row in manifest.tensors if len(row.shape) == 1 and place_of(row.name) in ("output", "embedding")
+        )
 
 
 def _joined(ranges: Iterable[ByteRange]) -> list[ByteRange]:

@@ -60,8 +60,9 @@ def read_torrent(raw: bytes, manifest: Manifest) -> tuple[FileTree, ...]:
     leads to the pieces root, and there is nothing else in it.
     """
     stated = manifest.transport.bittorrent
-    if len(raw) > TORRENT_BYTES_LIMIT:
-        raise _bad(f"it has {len(raw)} bytes, the limit is {TORRENT_BYTES_LIMIT}")
+    limit = min(TORRENT_BYTES_LIMIT, _most_bytes(manifest))
+    if len(raw) > limit:
+        raise _bad(f"it has {len(raw)} bytes, at most {limit} are asked for")
     if hashlib.sha256(raw).hexdigest() != stated.torrent_sha256:
         raise _bad("its SHA-256 is not that of the manifest")
     try:
@@ -77,6 +78,14 @@ def read_torrent(raw: bytes, manifest: Manifest) -> tuple[FileTree, ...]:
     if made.raw != raw or made.info_hash != stated.info_hash_v2:
         raise _bad("names, sizes, piece length, web seeds or info-hash differ from the manifest")
     return trees
+
+
+def _most_bytes(manifest: Manifest) -> int:
+    """A bound on what the torrent of this manifest takes: nothing larger is taken apart."""
+    length = manifest.piece_length
+    pieces = sum(-(-entry.size // length) for entry in manifest.files)
+    texts = [manifest.name, *manifest.transport.webseeds, *(entry.path for entry in manifest.files)]
+    return 32 * pieces + sum(4 * len(text) + 256 for text in texts) + 1024
 
 
 def _tree(entry: FileEntry, piece_length: int, layers: dict[bytes, bencode.Decoded]) -> FileTree:

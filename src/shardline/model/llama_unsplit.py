@@ -34,6 +34,8 @@ class Rates(NamedTuple):
     decode_s: float
     steps: int
     """Steps behind the first token, each with one token a sequence."""
+    last: list[int]
+    """The last token of each sequence."""
 
 
 class Unsplit:
@@ -68,7 +70,7 @@ class Unsplit:
         ended = time.perf_counter()
         for sequence in range(len(prompts)):
             self._c.llama_memory_seq_rm(self._context.memory, sequence, -1, -1)
-        return Rates(first - started, ended - first, tokens - 1)
+        return Rates(first - started, ended - first, tokens - 1, last)
 
     def _prompt(self, sequence: int, ids: Sequence[int]) -> int:
         arrays = self._arrays

@@ -57,7 +57,7 @@ faults: python ## The whole fault table with the llama.cpp engine (some minutes)
 
 soak: python ## Mixed load for MINUTES=30: right answers, flat memory, nothing left behind
 	@$(PYTHON) scripts/prepare.py test
-	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 docs: python ## Generate the reference pages anew (settings, errors, commands, protocol example)
 	@$(PYTHON) scripts/prepare.py bench

@@ -26,6 +26,8 @@ from tests.support.llama_recorder import recorded, recordings
 pytestmark = [pytest.mark.llama, pytest.mark.smollm2]
 pytest.importorskip("llama_cpp")
 
+LOADED = {"dial_back_s": 30, "beat_timeout_s": 20, "push_s": 20, "control_s": 30}
+"""30 Nodes and 30 workers on two cores: nobody is lost for waiting."""
 ROOM_BYTES = 200_000_000
 NODE = ["--threads", "1", "--kv-tokens", "4096"]
 
@@ -77,7 +79,13 @@ async def check_route(
     environment = {"PYTHONPATH": recorded(kept)}
     questions = prompts(asked)
     async with model_cluster(
-        folder, model, layers=shares(nodes), engine="llama", node_arguments=NODE, environment=environment
+        folder,
+        model,
+        layers=shares(nodes),
+        engine="llama",
+        settings=LOADED,
+        node_arguments=NODE,
+        environment=environment,
     ) as cluster:
         alone = await answers(cluster, questions, tokens, at_once=1)
         await cluster.until_free()

@@ -17,6 +17,8 @@ from shardline.cli.demo_model import demo_model
 from tests.soak.footprint import GROWTH_BYTES, MIB, Samples, left, more, sample
 from tests.soak.load import Load
 from tests.support.cluster import Cluster, model_cluster
+from tests.support.decoded_model import write_decoded
+from tests.support.greedy import EIGHT_BITS, LAST_BITS
 
 KV_TOKENS = 16_384
 IDLE_S = 6.0
@@ -28,19 +30,19 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-async def soak(nodes: int, minutes: float, folder: Path) -> list[str]:
+async def soak(nodes: int, minutes: float, model: Path, tie: float, folder: Path) -> list[str]:
     """What was wrong."""
     layers = [f"{30 * i // nodes}:{30 * (i + 1) // nodes}" for i in range(nodes)]
     say(f"== {nodes} Nodes for {minutes:g} minutes")
     async with model_cluster(
         folder,
-        demo_model(),
+        model,
         layers=layers,
         engine="llama",
         settings=SETTINGS,
         node_arguments=["--threads", "1", "--kv-tokens", str(KV_TOKENS)],
     ) as cluster:
-        load, samples = Load(cluster, nodes), Samples()
+        load, samples = Load(cluster, nodes, tie), Samples()
         await load.alone()
         await cluster.until_free()
         await asyncio.sleep(IDLE_S)
@@ -87,11 +89,14 @@ async def at_rest(cluster: Cluster, before: dict[str, tuple[int, int, int]]) -> 
     return more(before, after) + ([f"engines were restarted: {restarts}"] if any(restarts) else [])
 
 
-async def main(minutes: float) -> int:
+async def main(minutes: float, *, exact: bool) -> int:
     wrong = []
     for nodes in (2, 3):
-        with tempfile.TemporaryDirectory() as folder:
-            wrong += await soak(nodes, minutes / 2, Path(folder))
+        with tempfile.TemporaryDirectory() as name:
+            folder, model, tie = Path(name), demo_model(), EIGHT_BITS
+            if exact:
+                model, tie = write_decoded(model, folder / "decoded.gguf"), LAST_BITS
+            wrong += await soak(nodes, minutes / 2, model, tie, folder)
     for line in wrong[:40]:
         say("WRONG:", line)
     say(f"== {'as it should be' if not wrong else f'{len(wrong)} things are wrong'}")
@@ -101,4 +106,6 @@ async def main(minutes: float) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    sys.exit(asyncio.run(main(parser.parse_args().minutes)))
+    parser.add_argument("--exact", action="store_true", help="weights of float32, and the strict rule for answers")
+    given = parser.parse_args()
+    sys.exit(asyncio.run(main(given.minutes, exact=given.exact)))

@@ -365,10 +365,10 @@ async def model_cluster(
         gateway = asyncio.create_task(cluster.start_gateway())
         for number, span in enumerate(layers):
             flags = ["--engine", engine, "--layers", span, *node_arguments]
-            node = await cluster.start_node(str(model), *flags, proxied=number in proxied)
-            if engine == "torch":
-                # One at a time: importing it is bound by the two cores, and each load has its limit.
-                await node.until("ready", 120)
+            await cluster.start_node(str(model), *flags, proxied=number in proxied)
+            # Few at a time: importing and loading is bound by two cores, and each has its limit.
+            if number >= (at_once := 1 if engine == "torch" else 4) - 1:
+                await cluster.nodes[number + 1 - at_once].until("ready", 120)
         await gateway
         for node in cluster.nodes:
             await node.until("ready", 300)

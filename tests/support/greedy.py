@@ -17,6 +17,9 @@ EIGHT_BITS = 1.7
 unsplit library moves logits of SmolLM2 by 0.7 (median) and up to 1.5 when nothing changes but the cells in which a
 sequence lies; both are then as far from PyTorch as from one another."""
 
+ENDS = ("<|im_end|>", "<|endoftext|>")
+"""As SmolLM2 ends."""
+
 _THINGS = ["red", "round", "old", "made of wood", "loud", "cold", "found in a kitchen", "heavy", "sweet", "far away"]
 _FORMS = ["Name three things that are {}.", "Why is something {}?", "A poem on what is {}:", "{} or not?", "Define: {}"]
 
@@ -75,23 +78,32 @@ def near_tie(alone: Answer, other: Answer, tie: float) -> str | None:
             said = f"step {step}: {b!r} for {a!r}, gap {gap:.4f}"
             assert gap < tie, said
             return said
-    assert len(alone.tokens) == len(other.tokens), (alone.tokens, other.tokens)
-    return None
+    if len(alone.tokens) == len(other.tokens):
+        return None
+    shorter, longer = sorted((alone, other), key=lambda each: len(each.tokens))
+    step = len(shorter.tokens)
+    gap = min(longer.gaps[step].get(end, math.inf) for end in ENDS)
+    said = f"step {step}: the end for {longer.tokens[step]!r}, or the reverse, gap {gap:.4f}"
+    assert gap < tie, said
+    return said
 
 
-def near_tie_of_text(alone: Answer, text: str, tie: float) -> str | None:
-    """The same for an answer of which only the text is known; it may be the beginning of one."""
+def near_tie_of_text(alone: Answer, text: str, tie: float, *, whole: bool) -> str | None:
+    """The same for an answer of which only the text is known; `whole`: it is not the beginning of one."""
     at = 0
     for step, token in enumerate(alone.tokens):
         rest = text[at:]
         if rest.startswith(token):
             at += len(token)
             continue
-        if token.startswith(rest):
+        if token.startswith(rest) and not (rest == "" and whole):
             return None
+        ended = min(alone.gaps[step].get(end, math.inf) for end in ENDS) if rest == "" else math.inf
+        if ended < tie:
+            return f"step {step}: the end for {token!r}, gap {ended:.4f}"
         near = {other: gap for other, gap in alone.gaps[step].items() if other != token and gap < tie}
         said = f"step {step}: {rest[:20]!r} for {token!r}, gaps {near}"
         assert any(rest.startswith(other) or other.startswith(rest) for other in near), said
         return said
-    assert text[at:] == "", f"{text[at:]!r} behind the end"
-    return None
+    # Where the answer alone ended by itself, by how much is not told: only that this one begins like it.
+    return f"went on with {text[at:][:20]!r} behind the end" if text[at:] else None

@@ -46,9 +46,20 @@ def test_prompts_never_repeat_and_stay_in_the_vocabulary() -> None:
 
 def wanted() -> Wanted:
     return Wanted(
-        model=Path("model.gguf"), nodes=(2,), streams=(1, 8), rounds=1, tokens=64, prompt_tokens=32,
-        prefill_tokens=2048, threads=1, busy=1, rpc_server=None, llama_bench=None, torch=False, weights=WeightBytes((1, 1), 1, 1, 0, 0),
-    )  # fmt: skip
+        model=Path("model.gguf"),
+        nodes=(2,),
+        streams=(1, 8),
+        rounds=1,
+        tokens=64,
+        prompt_tokens=32,
+        prefill_tokens=2048,
+        threads=1,
+        busy=1,
+        rpc_server=None,
+        llama_bench=None,
+        torch=False,
+        weights=WeightBytes((1, 1), 1, 1, 0, 0),
+    )
 
 
 def test_equal_threads_where_streams_and_prefill_use_all() -> None:

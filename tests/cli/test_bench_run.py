@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.llama, pytest.mark.smollm2]
 @pytest.mark.timeout(180)
 def test_every_row_is_measured() -> None:
     flags = ["--nodes", "1,2", "--streams", "1,2", "--rounds", "1", "--tokens", "8", "--prompt", "8"]
+    flags += ["--layers", "0:10,10:30"]
     done = subprocess.run(
         [sys.executable, "-m", "shardline", "bench", str(demo_model()), *flags, "--prefill", "64", "--json"],
         capture_output=True,
@@ -34,9 +35,9 @@ def test_every_row_is_measured() -> None:
         ("2 Nodes", 2, 2),
     ]
     assert all(len(row["rates"]) == 1 and row["ratio"] > 0 for row in [*rows, *found["prefill"][:2]])
-    assert [layers for layers, _, _ in found["seams"]] == ["0:22 → 22:30", "22:30 → 0:22"]
+    assert [layers for layers, _, _ in found["seams"]] == ["0:10 → 10:30", "10:30 → 0:10"]
     decode = [bytes_ for _, bytes_, _ in found["seams"]]
     assert 4 * 576 < decode[0] < 4 * 576 + 512 and decode[1] < 512
-    assert [node["layers"] for node in found["memory"]] == ["0:30", "0:22", "22:30"]
+    assert [node["layers"] for node in found["memory"]] == ["0:30", "0:10", "10:30"]
     assert all(node["resident"] > node["weights"] > 0 and node["kv"] > 0 for node in found["memory"])
     assert "**Decode, one stream**" in found["report"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli.cuts import read_gguf
+from shardline.cli.values import LayerRanges, check_cover
 from shardline.errors import ShardlineError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class Counts(click.ParamType[tuple[int, ...]]):
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path), metavar="MODEL.gguf")
 @click.option("--nodes", type=Counts(), default="1,2,3", show_default=True, help="Routes to measure.")
+@click.option(
+    "--layers", "ranges", type=LayerRanges(), multiple=True, help="Layers of each Node of one route [default: even]."
+)
 @click.option("--streams", type=Counts(), default="1,8", show_default=True, help="Streams at a time.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True)
 @click.option("--tokens", type=click.IntRange(8, 4096), default=64, show_default=True, help="Decoded a stream and run.")
@@ -79,9 +83,16 @@ def bench(model: Path, as_json: bool, **flags: Any) -> None:
 
 
 def _wanted(
-    model: Path, source: GGUFModel, *, prompt: int, prefill: int, rpc_server: str | None, llama_bench: str | None,
+    model: Path,
+    source: GGUFModel,
+    *,
+    ranges: tuple[list[tuple[int, int]], ...],
+    prompt: int,
+    prefill: int,
+    rpc_server: str | None,
+    llama_bench: str | None,
     **counts: Any,
-) -> Wanted:  # fmt: skip
+) -> Wanted:
     from shardline.cli.bench_run import Wanted
     from shardline.formats.memory import weight_bytes
     from shardline.formats.shape import shape_of_gguf
@@ -95,7 +106,10 @@ def _wanted(
             param="prefill",
             advice="Lower --prefill, --prompt or --tokens.",
         )
+    for each in ranges:
+        check_cover(each, shape.n_layers)
     return Wanted(
+        ranges={len(each): each for each in ranges},
         model=model.resolve(),
         prompt_tokens=prompt,
         prefill_tokens=prefill,

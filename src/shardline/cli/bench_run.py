@@ -21,6 +21,7 @@ from shardline.cli.bench_systems import (
     Measured,
     NodeMemory,
     Prompts,
+    Ranges,
     Route,
     System,
     Unsplit,
@@ -49,6 +50,8 @@ class Wanted:
     """Of the prefill measurement; 0: none."""
     threads: int
     """Of each Node."""
+    ranges: Mapping[int, Ranges] = field(default_factory=dict)
+    """Layers of each Node, by their number; else the most even cut."""
     busy: int
     rpc_server: Path | None
     llama_bench: Path | None
@@ -140,7 +143,16 @@ def measure(wanted: Wanted, say: Say) -> Figures:
         routes = {}
         for nodes in wanted.nodes:
             say(f"starting a route of {_nodes(nodes)} …")
-            made = route(Path(name), wanted.model, nodes, "llama", threads=wanted.threads, kv_tokens=wanted.kv_tokens)
+            ranges = wanted.ranges.get(nodes)
+            made = route(
+                Path(name),
+                wanted.model,
+                nodes,
+                "llama",
+                threads=wanted.threads,
+                kv_tokens=wanted.kv_tokens,
+                ranges=ranges,
+            )
             routes[nodes] = stack.enter_context(made)
         cases = _cases(wanted, routes, stack, Path(name))
         stack.enter_context(busy_processes(wanted.busy))

@@ -30,6 +30,7 @@ from shardline.formats.memory import WeightBytes
 
 ANSWER_S = 900.0
 Prompts = Sequence[Sequence[int]]
+Ranges = list[tuple[int, int]]
 
 
 class Measured(NamedTuple):
@@ -175,9 +176,12 @@ def _until_served(cluster: Cluster) -> str:
 
 
 @contextmanager
-def route(folder: Path, model: Path, nodes: int, engine: str, *, threads: int, kv_tokens: int) -> Iterator[Route]:
-    """A Tracker, a Gateway and `nodes` Nodes of `threads` threads each, until the end of the block."""
-    plan = planned(model, nodes, None, engine, threads=threads, kv_tokens=kv_tokens, port=0)
+def route(
+    folder: Path, model: Path, nodes: int, engine: str, *, threads: int, kv_tokens: int, ranges: Ranges | None = None
+) -> Iterator[Route]:
+    """A Tracker, a Gateway and `nodes` Nodes of `threads` threads each, until the end of the block. `ranges`: the
+    layers of each, else the engine's most even cut."""
+    plan = planned(model, nodes, ranges, engine, threads=threads, kv_tokens=kv_tokens, port=0)
     state = folder / f"{engine}-{nodes}"
     configuration = resolve(flags={"state_dir": str(state)}, assignments=(), config=None, environ={})
     with Supervisor(state / "logs", _unseen) as supervisor:

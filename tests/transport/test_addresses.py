@@ -14,6 +14,7 @@ from shardline.transport.addresses import (
     host_port,
     is_loopback,
     make_url,
+    network_of,
     reachable_address,
     resolve_checked,
     split_url,
@@ -222,3 +223,18 @@ def test_own_addresses() -> None:
     with pytest.raises(ShardlineError) as caught:
         address_towards("no.such.host.invalid", 9)
     assert caught.value.code == "setting_invalid"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("2001:db8:1:2::1", "2001:db8:1:2:ffff::9", True),
+        ("2001:db8:1:2::1", "2001:db8:1:3::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_who_counts_as_one(a: str, b: str, same: bool) -> None:
+    assert (network_of(a) == network_of(b)) is same

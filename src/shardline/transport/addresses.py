@@ -147,6 +147,14 @@ def parse_address(host: str) -> Address | None:
     return address
 
 
+def network_of(host: str) -> str:
+    """Whom to count as one caller: an IPv4 address, or the /64 that one customer has of IPv6."""
+    address = parse_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return host if address is None else str(address)
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` names this machine and nothing that another machine can reach."""
     address = parse_address(host)

@@ -8,8 +8,10 @@ bodies that are read are bounded in bodies.py. Shown by tests/transport/test_gua
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import socket
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -28,7 +30,7 @@ from shardline.transport.body_room import SMALL_BYTES, BodyRoom, Place
 from shardline.transport.boundary import error_bytes, error_headers
 from shardline.transport.crowd import Crowd
 from shardline.transport.direct import DirectLane, accepted, content_length, refused
-from shardline.transport.tls import party_at
+from shardline.transport.tls import party_at, valid_until
 
 HEADER_COUNT = 100
 CONNECTIONS = 4096
@@ -135,6 +137,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._direct_since = 0.0
         self._direct_place: Place | None = None
         self._direct_length = 0
+        self._welcome_until = math.inf
+        """When the certificate of the caller ends (loop time); what runs then goes on, and nothing new begins."""
         self._known_head = b""
         """Of the last direct request, where it came in one piece: the same bytes need not be read again."""
         self._known_length = 0
@@ -147,6 +151,7 @@ class GuardedProtocol(HttpToolsProtocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self.scheme == "https":
             self.app_state[PARTIES] = party_at(transport)
+            self._welcome_until = self.loop.time() + valid_until(transport) - time.time()
         limits = self.limits
         if len(self.connections) - len(limits.leaving) > limits.connections:
             slowest = limits.waiting.pick(self.loop.time())
@@ -380,10 +385,20 @@ class GuardedProtocol(HttpToolsProtocol):
         self.limits.waiting.waits(self, self.loop.time())
 
     def _await_next(self) -> None:
-        """Idle: the next request may come for a while."""
+        """Idle: the next request may come for a while, from a caller who may still come."""
+        if self.loop.time() >= self._welcome_until:
+            self._part()
+            return
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         self._wait_for_client()
+
+    def _part(self) -> None:
+        """The caller's certificate is over. It comes back with a new one, if it has one: as after any idle time."""
+        self._unset_keepalive_if_required()
+        self.limits.waiting.works(self)
+        self._cancel_timers()
+        self.transport.close()
 
     def make_way(self) -> None:
         """All connections are taken, and this one has kept the server waiting: a newcomer has its place."""
@@ -437,6 +452,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.loop.time() >= self._welcome_until and not self._in_body:
+            self._part()
+            return
         if self.timeout_keep_alive_task is not None:
             self._wait_for_client()
         if self._in_body and not self.transport.is_closing():

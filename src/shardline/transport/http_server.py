@@ -29,7 +29,7 @@ from shardline.transport.body_room import BodyRoom
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, error_bytes, has_credential
 from shardline.transport.direct import DirectLane
 from shardline.transport.guard import CLIENT, CONNECTIONS, GuardedProtocol, GuardLimits, WholeRequest
-from shardline.transport.tls import SHUTDOWN_S
+from shardline.transport.handshakes import HANDSHAKES, TlsListener
 
 __all__ = [
     "ClientLeft",
@@ -182,6 +182,8 @@ class HttpServer:
         )
         self._lifespan: LifespanOn | LifespanOff | None = None
         self._server: asyncio.Server | None = None
+        self._door: TlsListener | None = None
+        """In the place of the loop's own server, over HTTPS."""
 
     @property
     def connections(self) -> int:
@@ -201,14 +203,12 @@ class HttpServer:
         def protocol() -> GuardedProtocol:
             return GuardedProtocol(self._config, self._state, lifespan.state, loop, limits=limits)
 
-        self._server = await loop.create_server(
-            protocol,
-            sock=self._sock,
-            backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=None if self._tls is None else self._settings.header_s,
-            ssl_shutdown_timeout=None if self._tls is None else SHUTDOWN_S,
-        )
+        if self._tls is None:
+            self._server = await loop.create_server(protocol, sock=self._sock, backlog=BACKLOG)
+            return
+        shaking = min(HANDSHAKES, max(16, limits.connections // 4))
+        self._door = TlsListener(self._sock, protocol, self._tls, limit=shaking, handshake_s=self._settings.header_s)
+        self._door.start()
 
     async def stop(self, limit_s: float | None = None) -> None:
         """Stop accepting, drain, close. Idempotent; returns when nothing of the server is left.
@@ -227,6 +227,8 @@ class HttpServer:
     async def _close(self, limit_s: float) -> None:
         if self._server is not None:
             self._server.close()
+        if self._door is not None:
+            await self._door.close()
         self._sock.close()
         for connection in list(self._state.connections):
             connection.shutdown()

@@ -8,16 +8,20 @@ tests/transport/test_tls.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import ssl
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardline.errors import ShardlineError
 from shardline.transport.authority import uri_of
 
+_CLOCK_FAULTS = frozenset({9, 10})
+"""What OpenSSL calls not yet valid, and expired."""
 SHUTDOWN_S = 1.0
 """How long the end of a connection may wait for the other side's farewell."""
 
@@ -47,17 +51,36 @@ class ClusterTls:
 
     def swap(self, certificate: bytes, key: bytes) -> None:
         """From the next handshake on; connections that are open go on. Raises `internal` for a pair that is none."""
-        # The ssl module takes files only. Nobody else may read it, and it is gone before this returns.
-        descriptor, name = tempfile.mkstemp(prefix="shardline-")
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(key + certificate)
-            for context in (self.client, self._server):
-                context.load_cert_chain(name)
+            with _readable(key + certificate) as path:
+                for context in (self.client, self._server):
+                    context.load_cert_chain(path)
         except ssl.SSLError as error:
             raise ShardlineError("internal", f"the certificate is not usable: {error.reason}") from None
-        finally:
-            os.unlink(name)
+        except OSError as error:
+            raise ShardlineError("internal", f"the certificate cannot be handed on: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _readable(secret: bytes) -> Iterator[str]:
+    """A path at which `secret` can be read while inside: the ssl module takes files only.
+
+    In memory where the system has that, so that the key is never on a disk that is not meant for it, and no full disk
+    is in the way; else a file for its owner alone.
+    """
+    path = ""
+    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
+        descriptor = os.memfd_create("shardline")
+    else:
+        descriptor, path = tempfile.mkstemp(prefix="shardline-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secret)
+            file.flush()
+            yield path or f"/proc/self/fd/{descriptor}"
+    finally:
+        if path:
+            os.unlink(path)
 
 
 def public_tls(certificate: Path, key: Path) -> ssl.SSLContext:
@@ -92,6 +115,12 @@ def party_at(transport: asyncio.BaseTransport) -> frozenset[str]:
     return parties(transport.get_extra_info("peercert"))
 
 
+def valid_until(transport: asyncio.BaseTransport) -> float:
+    """When the certificate at the other end of a connection ends, in Unix seconds; infinite where there is none."""
+    ends = (transport.get_extra_info("peercert") or {}).get("notAfter")
+    return math.inf if ends is None else float(ssl.cert_time_to_seconds(ends))
+
+
 def is_party(found: frozenset[str], party: str) -> bool:
     return uri_of(party) in found
 
@@ -99,6 +128,10 @@ def is_party(found: frozenset[str], party: str) -> bool:
 def reason(error: ssl.SSLError) -> str:
     """Why a handshake failed, in words: OpenSSL's own are about its source code."""
     if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _CLOCK_FAULTS:
+            return (
+                f"its certificate does not count at this machine's time ({error.verify_message}): look at both clocks"
+            )
         return f"its certificate is not one of this cluster ({error.verify_message})"
     words = (error.reason or str(error)).replace("_", " ").lower()
     return f"no TLS connection ({words})"

@@ -104,6 +104,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     # What is kept of sessions that have ended, for prompts that begin alike.
     prefix_share: float = 0.25
     """Share of a Node's KV capacity that it may take; it gives way to any session."""
+    prefix_tokens: int = 4096
+    """How many tokens it may take at most: on an engine with one buffer for all caches they cost each step time."""
     prefix_sessions: int = 32
     """How many of them a Node keeps at most; the least recently used goes first. 0: nothing is kept, nor asked for."""
     # Routes.

@@ -34,7 +34,7 @@ def numbers(prefixes: Prefixes) -> list[int]:
 
 
 def test_the_longest_common_beginning_is_found() -> None:
-    prefixes = Prefixes(share=1.0, count=9)
+    prefixes = Prefixes(share=1.0, limit=1 << 20, count=9)
     for one in (kept(1, 1, 2, 3), kept(2, 1, 2, 4, 5), kept(3, 9)):
         assert prefixes.add(one, CAPACITY) == []
     match = prefixes.find(prompt(1, 2, 4, 6), 4 * BLOCK)
@@ -45,7 +45,7 @@ def test_the_longest_common_beginning_is_found() -> None:
 
 @pytest.mark.parametrize(("tokens", "expected"), [(64, 32), (65, 64), (96, 64), (97, 96), (33, 32), (32, None)])
 def test_at_least_the_last_token_of_a_prompt_is_left(tokens: int, expected: int | None) -> None:
-    prefixes = Prefixes(share=1.0, count=9)
+    prefixes = Prefixes(share=1.0, limit=1 << 20, count=9)
     prefixes.add(kept(1, 1, 2, 3, 4), CAPACITY)
     match = prefixes.find(prompt(1, 2, 3, 4)[: 16 * (tokens // BLOCK)], tokens)
     assert (None if match is None else match.tokens) == expected
@@ -53,7 +53,7 @@ def test_at_least_the_last_token_of_a_prompt_is_left(tokens: int, expected: int 
 
 def test_nothing_is_kept_twice() -> None:
     """A longer one takes the place of its own beginnings; what something else holds already is not kept."""
-    prefixes = Prefixes(share=1.0, count=9)
+    prefixes = Prefixes(share=1.0, limit=1 << 20, count=9)
     first, other = kept(1, 1, 2), kept(2, 1, 7)
     prefixes.add(first, CAPACITY)
     prefixes.add(other, CAPACITY)
@@ -67,7 +67,7 @@ def test_nothing_is_kept_twice() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    prefixes = Prefixes(share=1.0, count=3)
+    prefixes = Prefixes(share=1.0, limit=1 << 20, count=3)
     ones = [kept(n, n) for n in range(1, 5)]
     for one in ones[:3]:
         prefixes.add(one, CAPACITY)
@@ -79,7 +79,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_the_share_bounds_what_is_kept_in_all_and_of_one() -> None:
-    prefixes = Prefixes(share=0.2, count=9)
+    prefixes = Prefixes(share=0.2, limit=1 << 20, count=9)
     assert prefixes.whole(150, CAPACITY) == 128
     assert prefixes.whole(999, CAPACITY) == 192  # 200 tokens are 6 blocks
     for number in range(1, 4):
@@ -90,15 +90,15 @@ def test_the_share_bounds_what_is_kept_in_all_and_of_one() -> None:
 
 
 def test_off_means_that_nothing_is_kept() -> None:
-    prefixes = Prefixes(share=0.5, count=0)
+    prefixes = Prefixes(share=0.5, limit=1 << 20, count=0)
     assert prefixes.off and prefixes.whole(500, CAPACITY) == 0
-    assert not Prefixes(share=0.5, count=1).off
+    assert not Prefixes(share=0.5, limit=1 << 20, count=1).off
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(1, 3), min_size=1, max_size=6)), max_size=40))
 def test_whatever_happens_bounds_hold_and_nothing_is_lost(steps: list[tuple[int, list[int]]]) -> None:
     """Every number that was given is either kept or was given back, once."""
-    prefixes = Prefixes(share=0.5, count=4)
+    prefixes = Prefixes(share=0.5, limit=1 << 20, count=4)
     alive: set[int] = set()
     for number, (action, blocks) in enumerate(steps):
         if action < 2:
@@ -120,3 +120,12 @@ def test_whatever_happens_bounds_hold_and_nothing_is_lost(steps: list[tuple[int,
         assert len(prefixes) <= 4
     assert {k.number for k in prefixes.clear()} == alive
     assert (len(prefixes), prefixes.tokens) == (0, 0)
+
+
+def test_no_share_of_a_large_capacity_passes_the_limit() -> None:
+    prefixes = Prefixes(share=1.0, limit=3 * BLOCK, count=9)
+    assert prefixes.whole(10 * BLOCK, 1 << 20) == 3 * BLOCK
+    first, second = kept(1, 1, 2), kept(2, 5, 6)
+    assert prefixes.add(first, 1 << 20) == []
+    assert prefixes.add(second, 1 << 20) == [first]
+    assert prefixes.tokens == 2 * BLOCK

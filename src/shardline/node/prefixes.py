@@ -35,10 +35,12 @@ class Match:
 
 
 class Prefixes:
-    """All that is kept on one Node: at most `share` of its KV capacity, and at most `count` sessions."""
+    """All that is kept on one Node: at most `limit` tokens and `share` of its KV capacity, and at most `count`
+    sessions."""
 
-    def __init__(self, *, share: float, count: int) -> None:
+    def __init__(self, *, share: float, limit: int, count: int) -> None:
         self._share = share
+        self._limit = limit
         self._count = count
         self._kept: dict[int, Kept] = {}
         """By number; the least recently used first."""
@@ -60,7 +62,7 @@ class Prefixes:
         return BLOCK * min(tokens // BLOCK, self._most(capacity) // BLOCK, BLOCKS)
 
     def _most(self, capacity: int) -> int:
-        return 0 if self.off else int(min(1.0, self._share) * capacity)
+        return 0 if self.off else min(self._limit, int(min(1.0, self._share) * capacity))
 
     def find(self, digests: bytes, prompt_tokens: int) -> Match | None:
         """What holds most of a prompt with these digests: whole blocks, and less than all of it, because the last row

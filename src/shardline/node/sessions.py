@@ -52,7 +52,9 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = KvLedger(0)
-        self.prefixes = Prefixes(share=settings.prefix_share, count=settings.prefix_sessions)
+        self.prefixes = Prefixes(
+            share=settings.prefix_share, limit=settings.prefix_tokens, count=settings.prefix_sessions
+        )
         self._node_id = node_id
         self._settings = settings
         self._engine = engine

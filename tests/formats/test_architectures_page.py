@@ -39,7 +39,6 @@ def conditions(rules: LlamaRules) -> list[str]:
         found.append("cut before layers with an indexer of their own")
     kinds = {
         "a layer with a window": rules.window is not None,
-        "one without": rules.unwindowed_layer,
         "a layer without a window": rules.unwindowed_layer,
         "a recurrent layer and one with attention": rules.recurrent is not None,
         "a layer with experts": rules.sparse_layer,
@@ -60,8 +59,8 @@ def conditions(rules: LlamaRules) -> list[str]:
         found.append("only with key `rope.dimension_sections`")
     if rules.zero_keys:
         found.append("only without " + ", ".join(f"`{key}`" for key in rules.zero_keys))
-    if rules.caution is not None:
-        found.append(rules.caution)
+    if rules.single_session:
+        found.append("one session at a time")
     return found
 
 

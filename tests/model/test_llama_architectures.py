@@ -160,3 +160,45 @@ def test_with_a_full_window_cache_any_rollback_is_exact(tmp_path):
     middle.rollback(0, 20)
     assert hidden_of(middle, [entry([1], 20, [given[20:21].tobytes()])]) == expected
     route.close()
+
+
+@pytest.mark.parametrize("cuts", [(), (3, 6)])
+def test_forks_of_long_prefixes_leave_room_for_others(tmp_path, cuts):
+    """The cells of a window that two sequences hold and both have passed are never used again by the library."""
+    route = TinyRoute(BY_NAME["gemma3"], tmp_path, cuts, kv_tokens=1024)
+    prompts = [tuple((7 * n + index) % 200 + 4 for index in range(120)) for n in range(2)]
+    wanted = []
+    route.open(0, 1)
+    for slot, prompt in enumerate(prompts):
+        for first in (0, 60):
+            route.run([(slot, first, prompt[first : first + 60])])
+        for shard in route.shards:
+            shard.fork(slot, 2 + slot, 120)
+        wanted.append(route.run([(slot, 120, (9,))]))
+    route.open(4)
+    for first in (0, 60):
+        route.run([(4, first, prompts[0][first : first + 60])])
+    assert [shard.kv_tokens(slot) for shard in route.shards for slot in (2, 3, 4)] == [120] * 3 * len(route.shards)
+    for slot in (0, 1):
+        assert np.abs(route.run([(2 + slot, 120, (9,))]) - wanted[slot]).max() < 2e-3
+    route.close()
+
+
+def test_sparse_attention_has_one_session_at_a_time(tmp_path):
+    """For several the library would compute dense attention, and say so in its log alone."""
+    model = BY_NAME["minimax-m3"]
+    with pytest.raises(ShardlineError) as caught:
+        TinyRoute(model, tmp_path)
+    assert (caught.value.code, caught.value.param) == ("setting_invalid", "sessions")
+    answers = []
+    for cuts in ((), (3, 6)):
+        route = TinyRoute(model, tmp_path, cuts, sessions=None)
+        assert [shard.describe().slots for shard in route.shards] == [1] * len(route.shards)
+        for _ in range(2):
+            route.open(0)
+            answers.append([route.run([(0, 0, tuple(range(5, 45)))]), route.run([(0, 40, (9,))])])
+            for shard in route.shards:
+                shard.close(0)
+        route.close()
+    for prefill, decode in answers[1:]:
+        assert np.array_equal(prefill, answers[0][0]) and np.array_equal(decode, answers[0][1])

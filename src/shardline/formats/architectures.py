@@ -71,6 +71,9 @@ class LlamaRules:
     min_layers: int = 1
     one_sequence: bool = False
     """Rows of several sequences in one call are computed wrongly or end the process, whole or cut: each has its own."""
+    single_session: bool = False
+    """Sparse attention finds its blocks by the place of a cell: in a context for several sessions the library computes
+    dense attention instead, which the model was not trained for, whole or cut."""
     output_required: bool = False
     """`output.weight` must be in each file, even where its result is not used."""
     embedding: Literal["key", "sqrt_width", "sqrt_width_always"] | None = None
@@ -93,8 +96,6 @@ class LlamaRules:
     zero_keys: tuple[str, ...] = ()
     """Refused where one of these keys is not 0, for `zero_reason`."""
     zero_reason: str = ""
-    caution: str | None = None
-    """What a person should know of this architecture on this engine, cut or whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +281,7 @@ ROWS: tuple[Architecture, ...] = (
     _untried("minimax-m2", LlamaRules(taps=("layer_inp",), output_required=True), "minimax_m2"),
     _untried(
         "minimax-m3",
-        LlamaRules(
-            sparse_layer=True,
-            output_required=True,
-            caution="for more than one session at a time llama.cpp computes its sparse attention as dense attention, "
-            "which the model was not trained for",
-        ),
+        LlamaRules(sparse_layer=True, single_session=True, output_required=True),
     ),
     _untried("olmo2", LlamaRules(window=Window(4, optional=True), output_required=True), rollback="within_window"),
     _untried("command-r", _PLAIN, "cohere"),

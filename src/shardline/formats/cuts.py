@@ -114,8 +114,8 @@ class Cuts:
             )
         if self.rules.proof == "close" or (self.is_special() and self.rules.count_cure == "fold_q_norm"):
             found.append("a cut changes the last bits of the numbers, up to about 1e-4 of their size")
-        if self.rules.caution is not None:
-            found.append(self.rules.caution)
+        if self.rules.single_session:
+            found.append("it serves one session at a time: for several llama.cpp would not compute its sparse attention")
         if self.context_switch is not None:
             found.append(
                 f"it computes otherwise with a context of more than {self.context_switch} tokens: "

@@ -103,9 +103,9 @@ class LlamaBackend:
         self._sequences[slot] = heapq.heappop(self._free)
 
     def fork(self, source: int, target: int, tokens: int) -> None:
-        """Let `target` begin with what `source` holds first. Attention shares the cells: nothing is copied. A recurrent
-        state is, and only as long as all of it is wanted. Else `rollback_unsupported`; `capacity` where all sequences
-        are taken."""
+        """Let `target` begin with what `source` holds first. Attention shares the cells: nothing is copied, unless a
+        sliding window has passed some of them. A recurrent state is, and only as long as all of it is wanted. Else
+        `rollback_unsupported`; `capacity` where all sequences are taken."""
         sequence, held = self._sequence(source), self.kv_tokens(source)
         if not 1 <= tokens <= held:
             raise ShardlineError("seam_gap", f"{tokens} tokens of a cache that ends at {held}")
@@ -117,11 +117,20 @@ class LlamaBackend:
                 self.restore(target, self.save(source))
             else:
                 self._c.llama_memory_seq_cp(self._memory, sequence, self._sequences[target], 0, tokens)
+                if self._holds_passed(self._sequences[target], tokens):
+                    # The library uses a cell again that its sequence's window has passed, but never one that two
+                    # sequences hold: other sessions would soon find no room. A saved state has no such cells.
+                    self.restore(target, self.save(target))
             if self.kv_tokens(target) != tokens:
                 raise ShardlineError("engine_error", f"the library did not copy {tokens} tokens of a sequence")
-        except ShardlineError:
+        except BaseException:
             self.close(target)
             raise
+
+    def _holds_passed(self, sequence: int, tokens: int) -> bool:
+        """Whether a sequence that ends at `tokens` holds cells that its sliding window has passed."""
+        window = self._shard.window
+        return bool(window) and self._c.llama_memory_seq_pos_min(self._memory, sequence) < tokens - window
 
     def close(self, slot: int) -> None:
         sequence = self._sequences.pop(slot, None)
@@ -222,8 +231,9 @@ class LlamaBackend:
         return self._decode((row,))[0]
 
     def _check(self, entry: BackendEntry) -> int:
-        """The entry's sequence; `engine_error` where it is not open or ends elsewhere. llama.cpp's own check passes a
-        position twice in some architectures, and any in an empty sequence."""
+        """The entry's sequence; `engine_error` where it is not open or ends elsewhere, or where token ids or rows are
+        not what they should be. llama.cpp's own check passes a position twice in some architectures, and any in an
+        empty sequence."""
         sequence = self._sequence(entry.slot)
         held = int(self._c.llama_memory_seq_pos_max(self._memory, sequence)) + 1
         if entry.position != held:
@@ -235,9 +245,17 @@ class LlamaBackend:
             raise ShardlineError(
                 "engine_error", f"{memoryview(entry.tokens).nbytes} bytes of token ids for {rows} rows"
             )
-        if not self._is_head and [memoryview(h).nbytes for h in entry.hidden] != [4 * self._width * rows]:
+        if self._is_head:
+            self._check_tokens(entry)
+        elif [memoryview(h).nbytes for h in entry.hidden] != [4 * self._width * rows]:
             raise ShardlineError("engine_error", f"hidden rows of another size than {4 * self._width} bytes each")
         return sequence
+
+    def _check_tokens(self, entry: BackendEntry) -> None:
+        ids = np.frombuffer(entry.tokens, np.int32)
+        size = self._description.vocab_size
+        if not (0 <= ids[0] < size if entry.rows == 1 else int(ids.min()) >= 0 and int(ids.max()) < size):
+            raise ShardlineError("engine_error", f"a token id is outside of 0 to {size - 1}")
 
     def _calls(self, rows: list[_Row]) -> list[list[_Row]]:
         """Rows that fit one llama_decode together, in order."""
@@ -257,11 +275,7 @@ class LlamaBackend:
         return not self._shard.equal_rows or one.entry.rows == other.entry.rows
 
     def _decode(self, call: Sequence[_Row]) -> list[BackendOutput | Exception]:
-        try:
-            batch = self._filled(call)
-        except ShardlineError as error:
-            return [error] * len(call)
-        code = self._c.llama_decode(self._context, batch)
+        code = self._c.llama_decode(self._context, self._filled(call))
         if code:
             self._arrays.unmark()
             return [self._failed(code, call)] * len(call)
@@ -269,14 +283,14 @@ class LlamaBackend:
         return self._logits(call) if self._is_tail else self._hidden(call)
 
     def _filled(self, call: Sequence[_Row]) -> Any:
-        """The batch of a call. `engine_error` for token ids outside of the vocabulary."""
+        """The batch of a call."""
         arrays = self._arrays
         start = 0
         for row in call:
             entry = row.entry
             arrays.place(start, entry.rows, row.sequence, entry.position)
             if self._is_head:
-                self._take_tokens(start, entry)
+                arrays.tokens[start : start + entry.rows] = np.frombuffer(entry.tokens, np.int32)
             start += entry.rows
             if self._is_tail and entry.want_output:
                 arrays.mark(start - 1)
@@ -286,14 +300,6 @@ class LlamaBackend:
             self._shard.embedding.look_up(arrays.tokens[:start], arrays.hidden)
             return arrays.with_hidden(start)
         return arrays.with_hidden(start, self._take_hidden(call))
-
-    def _take_tokens(self, start: int, entry: BackendEntry) -> None:
-        ids = np.frombuffer(entry.tokens, np.int32)
-        size = self._description.vocab_size
-        if not (0 <= ids[0] < size if entry.rows == 1 else int(ids.min()) >= 0 and int(ids.max()) < size):
-            self._arrays.unmark()
-            raise ShardlineError("engine_error", f"a token id is outside of 0 to {size - 1}")
-        self._arrays.tokens[start : start + entry.rows] = ids
 
     def _take_hidden(self, call: Sequence[_Row]) -> int | None:
         """The address of the rows where they lie already as one; None: they were gathered in the arrays."""

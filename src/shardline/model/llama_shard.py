@@ -76,7 +76,6 @@ class _Making:
     def shard(self, held: ExitStack) -> LoadedShard:
         """Make the rest; what must be freed goes into `held`."""
         c, source, pointer = self.library.c, self.source, self.model.pointer
-        rules = architectures.of_gguf(source.shape.architecture).llama
         width: int = c.llama_model_n_embd_inp(pointer)
         if not source.whole and width != source.shape.hidden_size:
             raise ShardlineError(
@@ -105,7 +104,7 @@ class _Making:
             embedding=embedding,
             divisor=source.header.number("shardline.input.divisor", 1.0),
             equal_rows=self.model.recurrent,
-            one_sequence=rules is not None and rules.one_sequence,
+            one_sequence=self._rules.one_sequence,
             window=0 if plan.swa_full else c.llama_model_n_swa(pointer),
             recurrent=self.model.recurrent,
             text=text,
@@ -117,7 +116,7 @@ class _Making:
         return ContextPlan(
             # The library takes no call that is larger than the buffer: it ends the process.
             kv_tokens=max(options.rows, options.kv_tokens or min(self.context_length, KV_TOKENS)),
-            sessions=options.sessions or (SESSIONS_RECURRENT if self.model.recurrent else SESSIONS),
+            sessions=self._sessions(),
             rows=options.rows,
             outputs=0 if self.source.is_tail else options.rows,
             threads=self.spec.threads or self._decode_threads(),
@@ -125,6 +124,19 @@ class _Making:
             kv_type=options.kv_type,
             swa_full=options.swa_full,
         )
+
+    @property
+    def _rules(self) -> architectures.LlamaRules:
+        """Of an architecture that nobody knows: that of most."""
+        return architectures.of_gguf(self.source.shape.architecture).llama or architectures.LlamaRules()
+
+    def _sessions(self) -> int:
+        asked = self.options.sessions
+        if self._rules.single_session:
+            if asked not in (None, 1):
+                raise setting("sessions", f"llama.cpp computes {self.source.shape.architecture} for one session only")
+            return 1
+        return asked or (SESSIONS_RECURRENT if self.model.recurrent else SESSIONS)
 
     def _decode_threads(self) -> int:
         """Threads meet some dozen times a layer, and those that wait sleep (worker_process.py): where a layer is so

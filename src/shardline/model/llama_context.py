@@ -7,8 +7,11 @@ Shown by tests/model/test_llama_shard.py.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import psutil
 
 from shardline.errors import ShardlineError
+from shardline.formats.gguf_files import part_paths
 from shardline.model.llama_library import LLAMA_MAX_SEQ, LlamaLibrary
 from shardline.model.llama_tap import Tap
 
@@ -80,6 +84,7 @@ class LlamaModel:
         self.pointer: int | None = library.c.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:
             raise load_fault(library, "model_file_invalid", f"llama.cpp does not load {path.name!r:.200}")
+        give_back_pages(part_paths(path))
 
     @property
     def vocabulary(self) -> int:
@@ -143,6 +148,27 @@ def _params(structs: Any, plan: ContextPlan) -> Any:
     params.kv_unified = True
     params.swa_full = plan.swa_full
     return params
+
+
+def give_back_pages(paths: Iterable[Path]) -> None:
+    """Let go of the pages of mapped model files that loading has touched: weights that the library has laid out anew
+    are in memory of its own, and would count twice. Those that it uses where they lie come back, without a read, as
+    they are used. Linux only; elsewhere, and where the system refuses, nothing changes."""
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    try:
+        files = {path.stat().st_ino for path in paths}
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        # Private writable pages would lose what was written: only what is the file's alone.
+        if "w" not in fields[1] and int(fields[4]) in files:
+            first, last = (int(address, 16) for address in fields[0].split("-"))
+            libc.madvise(first, last - first, mmap.MADV_DONTNEED)
 
 
 def load_fault(library: LlamaLibrary, code: str, what: str) -> ShardlineError:

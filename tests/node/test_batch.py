@@ -51,6 +51,14 @@ def test_decode_is_cut_into_as_many_groups_as_hops_while_computing_is_dear() -> 
     assert decode_cap({}, {}, COMPUTE_BOUND) == 1
 
 
+def test_far_hops_are_hidden_by_more_groups() -> None:
+    """8 sessions over 2 Nodes, 12.5 ms apart: 46 ms of computing are cut so that a batch is back when its turn is."""
+    assert decode_cap({"r": 8}, {"r": 2}, Measured(decode_ms=5.75, hop_ms=25.0)) == 2
+    assert decode_cap({"r": 8}, {"r": 2}, Measured(decode_ms=5.75, hop_ms=1.0)) == 4
+    assert decode_cap({"r": 8}, {"r": 2}, Measured(decode_ms=0.625, hop_ms=25.0)) == 8
+    assert decode_cap({"r": 8}, {"r": 4}, Measured(decode_ms=5.0, hop_ms=25.0)) == 1
+
+
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20), st.integers(1, 6))
 def test_the_oldest_row_always_rides(orders: list[float], hops: int) -> None:
     decode = [waiting(i, order, hops=hops) for i, order in enumerate(orders)]

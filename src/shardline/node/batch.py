@@ -31,7 +31,7 @@ class Measured:
     decode_ms: float = 0.0
     """One decode row in the engine."""
     hop_ms: float = 0.0
-    """Handing a step to the next hop until it is acknowledged."""
+    """Handing a step to the next hop until it is acknowledged: there and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,25 @@ class Choice:
 
 
 def decode_cap(sessions_by_route: dict[str, int], hops_by_route: dict[str, int], measured: Measured) -> int:
-    """How many rows a decode batch may have: ceil(sessions / hops) a route while computing is the dear part.
+    """How many rows a decode batch may have: of each route, its sessions shared out among `_groups`."""
+    return max(1, sum(ceil(n / _groups(n, hops_by_route[route], measured)) for route, n in sessions_by_route.items()))
 
-    With every session of a ring of h hops in one batch, the other h - 1 Nodes idle; cut into h groups they all work.
-    When the hop costs more than the row, larger batches win and nothing is cut.
+
+def _groups(sessions: int, hops: int, measured: Measured) -> int:
+    """Into how many batches the sessions of a route are cut, so that they go round one behind the other.
+
+    With every session of a ring of h hops in one batch, the other h - 1 Nodes idle. Cut into g batches, a Node that
+    computes c ms for all of them has work for c ms, and a batch is back after h * (c / g + d), with d ms on the way to
+    the next hop: no Node waits where g = h * c / (c - h * d). That is h where hops cost nothing, and more where they
+    are far. When a hop costs more than computing all rows, larger batches win and nothing is cut.
     """
-    total = sum(sessions_by_route.values())
-    if measured.decode_ms <= measured.hop_ms:
-        return max(1, total)
-    return max(1, sum(ceil(n / max(1, hops_by_route[route])) for route, n in sessions_by_route.items()))
+    compute_ms = sessions * measured.decode_ms
+    if compute_ms <= measured.hop_ms or hops < 2:
+        return 1
+    busy_ms = compute_ms - hops * measured.hop_ms / 2
+    if busy_ms <= 0:
+        return sessions
+    return min(sessions, max(1, round(hops * compute_ms / busy_ms)))
 
 
 def choose(

@@ -63,6 +63,7 @@ def test_layers_are_copied_and_numbered_from_0(tmp_path: Path, first: int, last:
     assert header.numbers("shardline.source.layers").tolist() == [first, last, 8]  # type: ignore[attr-defined]
     assert header.text("shardline.source.content_id") == CONTENT_ID
     assert header.integer("shardline.recipe") == RECIPE
+    assert header.integer("shardline.source.vocab_size") == VOCABULARY
     assert header.number("shardline.input.divisor") == 1.0
 
 

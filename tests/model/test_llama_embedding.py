@@ -53,9 +53,15 @@ def test_a_scale_multiplies_in_float32(tmp_path):
 
 def test_a_file_that_is_too_short_or_of_an_unknown_type_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(bytes(4 * ROWS * COLUMNS - 1))
-    for type_id in (0, 24):
+    for type_id in (0, 24, -1, 9999):
         with pytest.raises(ShardlineError) as caught:
             matrix(tmp_path / "file", 0, type_id)
+        assert caught.value.code == "model_file_invalid"
+    for wrong in ({"offset": -4096}, {"rows": 0}, {"rows": -1}):
+        with pytest.raises(ShardlineError) as caught:
+            EmbeddingMatrix(
+                library(), tmp_path / "file", **{"offset": 0, "type_id": 0, "rows": 1, "width": COLUMNS, **wrong}
+            )
         assert caught.value.code == "model_file_invalid"
     with pytest.raises(ShardlineError):
         matrix(tmp_path / "missing", 0, 0)

@@ -58,7 +58,7 @@ def test_what_is_told_of_whole_and_parts(folder):
     assert head.weight_bytes + middle.weight_bytes + tail.weight_bytes - matrix == pytest.approx(
         whole.weight_bytes, abs=200_000
     )
-    assert [d.vocab_size for d in (whole, head, tail)] == [49152] * 3
+    assert [d.vocab_size for d in (whole, head, middle, tail)] == [49152] * 4
     assert [d.context_length for d in (whole, head, middle, tail)] == [8192] * 4
     assert whole.text_digest == head.text_digest == tail.text_digest is not None
     assert middle.text_digest is None and shards[2].text_bundle() is None

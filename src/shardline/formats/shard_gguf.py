@@ -23,7 +23,7 @@ from shardline.formats.gguf_writer import Stored, TensorRow, array_of, encode_he
 from shardline.formats.layers import is_of_other_modality, place_of
 from shardline.formats.shard_keys import TINY_VOCABULARY, input_scale, part_keys
 
-RECIPE = 1
+RECIPE = 2
 """Of the bytes below: another number where they change for the same model and range."""
 PAGE = 4096
 """The embedding matrix begins on a page, so that it can be mapped alone."""
@@ -98,17 +98,19 @@ def plan_shard(model: GGUFModel, first: int, last: int, *, content_id: str) -> S
         )
     keys = part_keys(model.header, cuts, rules, first, last)
     entries = list(_entries(model, cuts, rules, first, last))
+    matrix = _matrix(model, cuts, EMBEDDING)
+    vocabulary = u32(matrix.shape[1])
     if last == cuts.n_layers:
-        keys[f"{cuts.shape.architecture}.vocab_size"] = u32(_matrix(model, cuts, EMBEDDING).shape[1])
+        keys[f"{cuts.shape.architecture}.vocab_size"] = vocabulary
     scale = input_scale(model.header, cuts, rules, first)
     keys |= {
         "shardline.recipe": u32(RECIPE),
         "shardline.source.content_id": text(content_id),
         "shardline.source.layers": array_of("u32", (first, last, cuts.n_layers)),
+        "shardline.source.vocab_size": vocabulary,
         "shardline.input.divisor": f32(scale.graph),
     }
-    embedding = _matrix(model, cuts, EMBEDDING) if first == 0 else None
-    return _laid_out(keys, entries, embedding, scale.embedding)
+    return _laid_out(keys, entries, matrix if first == 0 else None, scale.embedding)
 
 
 def plan_vocabulary(model: GGUFModel) -> ShardPlan:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardline.errors import ShardlineError
+from shardline.formats.ggml_types import BLOCK_TYPES
 from shardline.model.llama_library import LlamaLibrary
 
 _F32 = 0
@@ -26,9 +27,13 @@ class EmbeddingMatrix:
         self, library: LlamaLibrary, path: Path, *, offset: int, type_id: int, rows: int, width: int, scale: float = 1.0
     ) -> None:
         """`model_file_invalid` where the file does not hold such a matrix."""
+        if type_id not in BLOCK_TYPES:  # the library ends the process for a number that it does not know
+            raise _invalid(path, f"tensor type {type_id} of its embedding matrix is unknown")
         traits = library.type_traits(type_id)
         if not traits.type_size or width % traits.blck_size or not (traits.to_float or type_id == _F32):
             raise _invalid(path, f"rows of {width} in tensor type {type_id} cannot be decoded")
+        if offset < 0 or rows < 1:
+            raise _invalid(path, f"an embedding matrix of {rows} rows at {offset}")
         self.rows, self.width = rows, width
         self.row_bytes = width // traits.blck_size * traits.type_size
         self.nbytes = rows * self.row_bytes

@@ -50,8 +50,7 @@ def load(spec: ShardSpec, *, progress: Progress | None = None) -> LlamaBackend:
     if spec.dtype not in (None, "float32"):
         raise setting("dtype", f"dtype {spec.dtype!r:.40}; the residual of the llama engine is float32")
     source = read_source(spec, options)
-    if source.whole:
-        check_text(source.header)
+    check_text(source.header)
     with ExitStack() as held:
         loaded = library()
         model = LlamaModel(loaded, source.path, gpu_layers=options.gpu_layers, progress=progress)
@@ -198,7 +197,7 @@ class _Making:
     ) -> ShardDescription:
         c, source, pointer = self.library.c, self.source, self.model.pointer
         hidden = SeamLayout([LayoutTensor("hidden", "F32", (source.shape.hidden_size,))])
-        matrix_rows, matrix_bytes = (embedding.rows, embedding.nbytes) if embedding is not None else (0, 0)
+        matrix_bytes = embedding.nbytes if embedding is not None else 0
         return ShardDescription(
             model_name=source.header.text("general.name", source.path.stem),
             content_id=self.options.content_id,
@@ -211,13 +210,18 @@ class _Making:
             kv_bytes_per_token=self._kv_bytes(),
             weight_bytes=c.llama_model_size(pointer) + matrix_bytes,
             context_length=self.context_length,
-            # In the middle token ids pass by, and the file does not say how many there are.
-            vocab_size=c.llama_vocab_n_tokens(self.model.vocabulary) if source.is_tail else matrix_rows,
+            vocab_size=self._vocab_size(embedding),
             rollback=not self.model.recurrent and (plan.swa_full or not c.llama_model_n_swa(pointer)),
             text_digest=text.digest if text is not None else None,
             kv_capacity_tokens=context.kv_tokens,
             slots=plan.sessions,
         )
+
+    def _vocab_size(self, embedding: EmbeddingMatrix | None) -> int:
+        """As many as there are logits, or rows to look up; in the middle, where token ids pass by, as the file says."""
+        if self.source.is_tail:
+            return int(self.library.c.llama_vocab_n_tokens(self.model.vocabulary))
+        return embedding.rows if embedding is not None else self.source.header.integer("shardline.source.vocab_size")
 
     def _kv_bytes(self) -> int:
         shape, traits = self.source.shape, self.library.type_traits(KV_TYPES[self.options.kv_type])

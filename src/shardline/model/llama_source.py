@@ -15,6 +15,7 @@ from shardline.formats.gguf import GGUFHeader, read_header
 from shardline.formats.gguf_files import part_paths, read_model
 from shardline.formats.layers import check_range
 from shardline.formats.shape import ModelShape, shape_of_gguf
+from shardline.formats.shard_gguf import RECIPE
 from shardline.model.backend import ShardSpec
 from shardline.model.llama_context import KV_TYPES, SESSIONS_LIMIT
 
@@ -24,7 +25,6 @@ ROWS = 512
 """Rows of one call: the largest prefill chunk, unless more are asked for."""
 TAPS = ("sampler", "layer_end", "nextn", "callback")
 
-_RECIPES = (1,)
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
@@ -115,7 +115,7 @@ def read_source(spec: ShardSpec, options: Options) -> Source:
             raise setting("shard_file", f"layers {spec.first}:{spec.last} are a part, which needs a Shard file")
         return Source(part_paths(spec.model)[0], model.header, shape, 0, shape.n_layers, shape.n_layers)
     header = read_header(options.shard_file)
-    if header.integer("shardline.recipe", 0) not in _RECIPES:
+    if header.integer("shardline.recipe", 0) != RECIPE:
         raise invalid(options.shard_file, "it was not made by a version of Shardline that this engine knows")
     first, last, n_layers = (int(n) for n in header.numbers("shardline.source.layers"))
     if (first, last) != (spec.first, spec.last):

@@ -139,6 +139,12 @@ CATALOGUE: dict[str, Fault] = {
     "artifact_mismatch": Fault(
         400, INVALID, False, "Get the file again: it is not the one that the artifact describes."
     ),
+    "artifact_in_use": Fault(409, INVALID, True, "Stop the processes that use this artifact, then send it again."),
+    "artifact_incomplete": Fault(416, INVALID, True, "Fetch the missing pieces first: they are not on this disk."),
+    "artifact_unavailable": Fault(
+        503, SERVER, True, "Start a machine that has the missing pieces, or name another source of them."
+    ),
+    "source_failed": Fault(502, SERVER, True, "Nothing, while there are other sources: pieces are asked of those."),
     "setting_invalid": Fault(400, INVALID, False, "Correct the named setting."),
 }
 

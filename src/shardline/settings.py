@@ -108,6 +108,19 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How many tokens it may take at most: on an engine with one buffer for all caches they cost each step time."""
     prefix_sessions: int = 32
     """How many of them a Node keeps at most; the least recently used goes first. 0: nothing is kept, nor asked for."""
+    # Model Artifacts.
+    store_reserve_bytes: int = 1 << 30
+    """Of the disk of the store so much stays free: what would take it is not fetched (`disk_full`)."""
+    fetch_connections: int = 4
+    """Requests to one source of pieces at a time."""
+    fetch_bytes_per_s: int = 0
+    """Most that is fetched in a second, from all sources together. 0: no limit."""
+    upload_bytes_per_s: int = 0
+    """Most pieces that are sent in a second, to all together. 0: no limit."""
+    upload_requests: int = 32
+    """Requests for pieces that are answered at a time; the next ones are refused with `queue_full`."""
+    scrub_bytes_per_s: int = 16 << 20
+    """How fast pieces on disk are read again and checked."""
     # Routes.
     ticket_ttl_s: float = 30.0
     """A ticket of the Tracker opens a session for so long."""

@@ -74,7 +74,8 @@ async def held(cluster: Cluster, number: int, model: Path) -> tuple[int, int]:
 
 async def check_route(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str], *, nodes: int, asked: int, tokens: int
-) -> None:
+) -> list[Path]:
+    """Returns the recordings."""
     kept = folder / "recorded"
     environment = {"PYTHONPATH": recorded(kept)}
     questions = prompts(asked)
@@ -121,13 +122,17 @@ async def check_route(
         f"near-ties: {len(ties)}",
         *ties,
     )
+    return files
 
 
 @pytest.mark.timeout(180)
 async def test_three_nodes_compute_what_the_unsplit_model_computes(
     tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await check_route(tmp_path, model_file, capsys, nodes=3, asked=6, tokens=6)
+    files = await check_route(tmp_path, model_file, capsys, nodes=3, asked=6, tokens=6)
+    flipped = llama_replay.with_one_bit_flipped(files[1])
+    (spoiled,) = await replayed("layers", [str(flipped)])
+    assert spoiled["difference"] > 0, "the measure sees one bit"
 
 
 @pytest.mark.long

@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import httpx
+
 from shardline.cli.demo_model import demo_model
 from tests.soak.footprint import GROWTH_BYTES, MIB, Samples, left, more, sample
 from tests.soak.load import Load
@@ -42,6 +44,10 @@ async def soak(nodes: int, minutes: float, model: Path, tie: float, folder: Path
         settings=SETTINGS,
         node_arguments=["--threads", "1", "--kv-tokens", str(KV_TOKENS)],
     ) as cluster:
+        await cluster.http.aclose()
+        # The servers here soon close what is idle: no connection is used twice, so none is found closed.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        cluster.http = httpx.AsyncClient(timeout=300, trust_env=False, limits=limits)
         load, samples = Load(cluster, nodes, tie), Samples()
         await load.alone()
         await cluster.until_free()

@@ -241,6 +241,19 @@ def _rows(path: Path, field: str) -> Iterator[tuple[int, bytes, bytes]]:
                 yield entry.position + i, entry.tokens[4 * i : 4 * i + 4], rows[size * i : size * i + size]
 
 
+def with_one_bit_flipped(path: Path) -> Path:
+    """A copy of a recording in which one value that came in over the Seam is another one."""
+    copy, flipped = path.with_suffix(".flipped"), False
+    with copy.open("wb") as file:
+        for event in events(path):
+            if event[0] == "run" and not flipped and (rows := event[1][0][4]):
+                event[1][0][4] = rows[:-2] + bytes([rows[-2] ^ 0x40]) + rows[-1:]
+                flipped = True
+            data = msgspec.msgpack.encode(event)
+            file.write(len(data).to_bytes(4, "little") + data)
+    return copy
+
+
 def strange_rows(sender: Path, receiver: Path) -> tuple[int, int]:
     """Over a Seam: rows that came in, and how many of them did not go out with that token at that position."""
     sent = set(_rows(sender, "hidden_out"))

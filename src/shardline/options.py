@@ -64,6 +64,8 @@ class GatewayOptions:
     port: int
     credential: str = field(repr=False)
     state_dir: Path
+    join: str | None = field(default=None, repr=False)
+    """Line by which it joins a cluster with keys, from a machine other than the Tracker's."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Keys that clients must send; empty: everybody who reaches the listener may use it (loopback only)."""
     insecure_plain_http: bool = False

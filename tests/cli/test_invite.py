@@ -152,7 +152,7 @@ def test_what_is_told_before_anything_starts(desk: Desk, tmp_path: Path) -> None
         ((*node, "--join", "https://127.0.0.1:9/"), 1, "needs its token"),
         (("gateway", "--tls-cert", str(desk.script)), 2, "go together"),
         (("gateway", "--tls-cert", str(desk.script), "--tls-key", str(desk.script)), 2, "no certificate chain"),
-        (("gateway", "--tracker", "https://127.0.0.1:9", "--port", "0"), 2, "shardline serve does"),
+        (("gateway", "--tracker", "https://127.0.0.1:9", "--port", "0"), 2, "as shardline serve does"),
     ):
         done = desk.run("first", *arguments)
         assert (done.returncode, words in done.stderr) == (code, True), (arguments, done.stderr)

@@ -118,14 +118,15 @@ async def keyed_cluster(
 ) -> AsyncIterator[KeyedCluster]:
     cluster = KeyedCluster(folder, settings or Settings(drain_s=0.5))
     cluster.script.write_text(json.dumps({**SCRIPT, **(script or {})}))
-    running: asyncio.Task[None] | None = None
+    running: list[asyncio.Task[None]] = []
     try:
         cluster.content_id = f"mac1-{hashlib.sha256(cluster.script.read_bytes()).hexdigest()}"
         await cluster.start_tracker()
         for first, last in layers:
             node = await cluster.start_node(first, last, **node_options)
             await node.until("ready")
-        cluster.client = HttpClient(cluster.settings, credential=CREDENTIAL, tls=cluster.own("gateway-test").tls)
+        own = cluster.own("gateway-test")
+        cluster.client = HttpClient(cluster.settings, credential=CREDENTIAL, tls=own.tls)
         cluster.tracker_client = TrackerClient(cluster.client, cluster.tracker.url)
         cluster.generations = RouteGenerations(
             tracker=cluster.tracker_client,
@@ -134,12 +135,13 @@ async def keyed_cluster(
             records=Records(cluster.settings),
             settings=cluster.settings,
         )
-        running = asyncio.create_task(cluster.generations.run())
+        running = [asyncio.create_task(work) for work in (cluster.generations.run(), own.renew())]
         await asyncio.sleep(0)
         yield cluster
     finally:
-        if running is not None:
+        if running:
             await cluster.generations.drain()
-            running.cancel()
-            await asyncio.wait({running})
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
         await cluster.stop()

@@ -9,9 +9,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.tracker.enrolment import INVITATIONS_FILE, Enrolment
-from shardline.tracker.invitations import GUESSES
+from shardline.tracker.invitations import GUESSES, KEPT
 from shardline.transport.authority import Authority, new_key, requested_key, signing_request
-from shardline.wire.joining import JoinClaim, JoinRequest
+from shardline.wire.joining import JoinClaim, JoinRequest, Part
 from shardline.wire.tickets import node_id_of, public_bytes, sign
 
 NOW = 1_800_000_000.0
@@ -50,8 +50,15 @@ class Desk:
         assert line.startswith(f"{URL}/#") and line.endswith(f".{self.authority.pin}")
         return line.partition("#")[2].partition(".")[0]
 
-    def request(self, *, pin: str = "", csr: str = "", skew_s: float = 0.0, **more: str | None) -> JoinRequest:
-        claim = JoinClaim(pin=pin or self.authority.pin, csr=csr or signing_request(new_key()), time=self.now + skew_s)
+    def request(
+        self, *, pin: str = "", csr: str = "", skew_s: float = 0.0, part: Part = "node", **more: str | None
+    ) -> JoinRequest:
+        claim = JoinClaim(
+            pin=pin or self.authority.pin,
+            csr=csr or signing_request(new_key()),
+            time=self.now + skew_s,
+            part=part,
+        )
         return JoinRequest(public_key=public_bytes(self.key).hex(), proof=sign(self.key, "join", claim), **more)
 
     def refused(self, request: JoinRequest, address: str = "10.0.0.9") -> ShardlineError:
@@ -160,3 +167,66 @@ def test_files_that_cannot_be_read(desk: Desk) -> None:
     os.chmod(path, 0o644)
     with pytest.raises(ShardlineError, match="others may read it"):
         desk.opened()
+
+
+def test_a_line_lets_in_what_it_is_for(desk: Desk) -> None:
+    """A Node may do less than a Gateway: its token makes no Gateway, nor does the certificate that it led to."""
+    for mine, other in (("node", "gateway"), ("gateway", "node")):
+        line = desk.enrolment.invite(mine).line  # type: ignore[arg-type]
+        token = line.partition("#")[2].partition(".")[0]
+        assert desk.refused(desk.request(token=token, part=other)).details["reason"] == "part"  # type: ignore[arg-type]
+        answer = desk.enrolment.join(desk.request(token=token, part=mine), "10.0.0.2", [])  # type: ignore[arg-type]
+        assert answer.node.startswith({"node": "n-", "gateway": "gateway-"}[mine])
+        refused = desk.refused(desk.request(certificate=answer.certificate, part=other))  # type: ignore[arg-type]
+        assert refused.code == "join_refused"
+        renewed = desk.enrolment.join(desk.request(certificate=answer.certificate, part=mine), "10.0.0.2", [])  # type: ignore[arg-type]
+        assert renewed.node == answer.node and renewed.certificate != answer.certificate
+    assert len(desk.lines) == 1, "a Gateway that joined leaves the line for a Node as it was"
+
+
+def test_what_is_kept_of_many_lines_can_be_read_again(desk: Desk) -> None:
+    for _ in range(KEPT + 10):
+        token = desk.token()
+    desk.enrolment = desk.opened()
+    desk.enrolment.join(desk.request(token=token), "10.0.0.2", [])
+
+
+def test_one_network_guesses_as_one(desk: Desk) -> None:
+    for i in range(GUESSES):
+        desk.refused(desk.request(token="A" * 22), f"2001:db8:1:2::{i:x}")
+    assert desk.refused(desk.request(token="A" * 22), "2001:db8:1:2:ffff::1").code == "queue_full"
+    assert desk.refused(desk.request(token="A" * 22), "2001:db8:1:3::1").code == "join_refused"
+
+
+def test_who_is_expelled_gets_nothing_more(desk: Desk) -> None:
+    answer = desk.enrolment.join(desk.request(token=desk.token()), "10.0.0.2", [])
+    own = frozenset({f"shardline:node:{desk.node}"})
+    desk.enrolment.check_not_expelled(own)
+    assert desk.enrolment.expel(desk.node).expelled == [desk.node]
+    fresh = desk.token()
+    for _ in range(2):  # and once more after a restart
+        for request in (desk.request(certificate=answer.certificate), desk.request(token=fresh)):
+            assert desk.refused(request).details["reason"] == "expelled"
+        with pytest.raises(ShardlineError) as caught:
+            desk.enrolment.check_not_expelled(own)
+        assert caught.value.code == "join_refused"
+        desk.enrolment.check_not_expelled(frozenset({"shardline:node:n-0123456789abcdef"}))
+        desk.enrolment = desk.opened()
+    assert desk.enrolment.expel(desk.node, undo=True).expelled == []
+    desk.enrolment.check_not_expelled(own)
+    desk.enrolment.join(desk.request(token=fresh), "10.0.0.2", [])
+
+
+@pytest.mark.parametrize("party", ["", "tracker", "operator", "n-1", "n-0123456789ABCDEF", "../x", "gateway-x"])
+def test_who_cannot_be_named(desk: Desk, party: str) -> None:
+    with pytest.raises(ShardlineError) as caught:
+        desk.enrolment.expel(party)
+    assert caught.value.code == "invalid_value"
+
+
+def test_no_message_shows_its_secrets(desk: Desk) -> None:
+    token = desk.token()
+    request = desk.request(token=token)
+    answer = desk.enrolment.join(request, "10.0.0.2", [])
+    shown = f"{request!r} {answer!r} {desk.enrolment.invite()!r}"
+    assert token not in shown and "credential-" not in shown and "#" not in shown

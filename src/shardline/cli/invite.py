@@ -1,4 +1,4 @@
-"""`shardline invite`: another line by which a machine joins the cluster.
+"""`shardline invite`: another line by which a Node or a Gateway joins the cluster.
 
 It asks the Tracker that runs, as the operator that whoever owns its state folder is. Shown by tests/cli/test_invite.py.
 """
@@ -6,26 +6,21 @@ It asks the Tracker that runs, as the operator that whoever owns its state folde
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
 from shardline.cli.invocation import Invocation, pass_invocation, tracker_of
 from shardline.cli.listings import as_json_option
 
+if TYPE_CHECKING:
+    from shardline.cli.config import Configuration
 
-@click.command()
-@click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
-@as_json_option
-@pass_invocation
-def invite(invocation: Invocation, tracker_url: str | None, as_json: bool) -> None:
-    """Print a line by which another machine joins this cluster.
 
-    On the machine of the Tracker. The line works once, for a day.
-    """
-    from shardline.cli.process import join_command
+def check_keys(configuration: Configuration) -> None:
+    """Raise `setting_invalid` for the Tracker of a cluster without keys."""
     from shardline.errors import ShardlineError
 
-    configuration = invocation.configuration(tracker=tracker_url)
     if not configuration.url("tracker").startswith("https:"):
         raise ShardlineError(
             "setting_invalid",
@@ -33,5 +28,22 @@ def invite(invocation: Invocation, tracker_url: str | None, as_json: bool) -> No
             advice="Start it for them: shardline serve --listen 0.0.0.0",
             param="tracker",
         )
-    answer = tracker_of(configuration).post("/v1/invitations")
-    click.echo(json.dumps(answer, indent=2) if as_json else join_command(answer["line"]))
+
+
+@click.command()
+@click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
+@click.option("--gateway", "for_gateway", is_flag=True, help="A line for a Gateway, which a Node cannot use.")
+@as_json_option
+@pass_invocation
+def invite(invocation: Invocation, tracker_url: str | None, for_gateway: bool, as_json: bool) -> None:
+    """Print a line by which another machine joins this cluster.
+
+    On the machine of the Tracker. The line works once, for a day.
+    """
+    from shardline.cli.process import join_command
+
+    configuration = invocation.configuration(tracker=tracker_url)
+    check_keys(configuration)
+    part = "gateway" if for_gateway else "node"
+    answer = tracker_of(configuration).post(f"/v1/invitations?part={part}")
+    click.echo(json.dumps(answer, indent=2) if as_json else join_command(answer["line"], part))

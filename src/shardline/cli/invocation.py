@@ -90,8 +90,16 @@ def tracker_of(configuration: Configuration) -> Endpoint:
 
     if configuration.url("tracker").startswith("https:"):
         return _keyed_tracker(configuration)
+    _warn_of_plain_http(configuration.url("tracker"))
     known = configuration.credential_path.exists() or configuration.places.credential_file
     return Endpoint("Tracker", configuration.url("tracker"), credential_of(configuration) if known else "")
+
+
+def _warn_of_plain_http(url: str) -> None:
+    from shardline.transport.addresses import is_loopback, split_url
+
+    if not is_loopback(split_url(url).host):
+        click.echo(f"WARNING: {url} is plain HTTP: whoever is on the way reads the credential.", err=True)
 
 
 def _keyed_tracker(configuration: Configuration) -> Endpoint:

@@ -17,6 +17,7 @@ from shardline.cli.bench import bench
 from shardline.cli.chat import chat
 from shardline.cli.cluster import demo, serve, up
 from shardline.cli.cuts import cuts
+from shardline.cli.expel import expel
 from shardline.cli.invite import invite
 from shardline.cli.invocation import Invocation
 from shardline.cli.listings import config, nodes, routes, sessions
@@ -92,6 +93,7 @@ for _command in (
     serve,
     node,
     invite,
+    expel,
     cuts,
     split,
     artifact,

@@ -81,9 +81,9 @@ def in_words(phase: str, facts: dict[str, Any]) -> str:
     return phase
 
 
-def join_command(line: str) -> str:
-    """What a person pastes on the next machine; which model it serves is said there, behind it."""
-    return f"shardline node --join '{line}'"
+def join_command(line: str, part: str = "node") -> str:
+    """What a person pastes on the next machine; which model a Node serves is said there, behind it."""
+    return f"shardline {part} --join '{line}'"
 
 
 def _share(done: int, total: int) -> str:

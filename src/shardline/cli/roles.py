@@ -14,12 +14,13 @@ import click
 from shardline.cli.config import Configuration
 from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for
 from shardline.cli.invocation import Invocation, credential_of, environment, pass_invocation
-from shardline.cli.values import LayerRange, Memory
+from shardline.cli.values import JoinLine, LayerRange, Memory
 from shardline.errors import ShardlineError
 from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
 
 TRACKER_KEY = "tracker.key"
 """Name in the state folder."""
+JOIN_HELP = "Join a cluster of other machines by the line that it printed; @FILE or - (stdin) keeps it out of `ps`."
 LISTEN_HELP = "Let other machines join: HTTPS with the cluster's keys, as 0.0.0.0; prints the line for the next one."
 Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions)
 
@@ -104,6 +105,7 @@ def tracker(
 
 @click.command()
 @click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
+@click.option("--join", "line", type=JoinLine(), metavar="LINE", help=JOIN_HELP)
 @click.option("--api-keys", "api_keys_file", metavar="FILE", help="Keys that clients must send, one a line.")
 @tls_options
 @listener(8080, "Port of the OpenAI API; 0: any free one.")
@@ -113,6 +115,7 @@ def gateway(
     /,
     *,
     tracker_url: str | None,
+    line: str | None,
     api_keys_file: str | None,
     host: str,
     port: int,
@@ -126,6 +129,7 @@ def gateway(
     """
     from shardline.gateway.run import run
 
+    _check_one_tracker(line, tracker_url)
     configuration = invocation.configuration(tracker=tracker_url, api_keys_file=api_keys_file)
     _run(
         invocation,
@@ -133,11 +137,13 @@ def gateway(
         configuration,
         lambda announce: GatewayOptions(
             settings=configuration.settings,
-            tracker_url=configuration.url("tracker"),
+            tracker_url=configuration.url("tracker") if line is None else _joined_url(line),
             host=host,
             port=port,
-            credential=credential_of(configuration),
-            state_dir=configuration.state_dir,
+            # A Gateway that joins is told the credential.
+            credential=credential_of(configuration) if line is None else "",
+            join=line,
+            state_dir=configuration.state_dir if line is None else _writable(configuration.state_dir),
             api_keys=gateway_keys(host, insecure_plain_http or tls_cert is not None, configuration),
             insecure_plain_http=insecure_plain_http,
             tls_cert=tls_cert,
@@ -169,7 +175,7 @@ def gateway(
     "--context-length", type=click.IntRange(1), help="Longest sequence [default: what the model was trained for]."
 )
 @click.option("--content-id", help="Refuse to serve a model with another digest.")
-@click.option("--join", "line", metavar="LINE", help="Join a cluster of other machines by the line that it printed.")
+@click.option("--join", "line", type=JoinLine(), metavar="LINE", help=JOIN_HELP)
 @click.option(
     "--advertise", "advertise_url", metavar="URL", help="URL, or HOST[:PORT], by which others reach this Node."
 )
@@ -202,8 +208,7 @@ def node(
     """
     from shardline.node.run import run
 
-    if line is not None and tracker_url is not None:
-        raise click.UsageError("--join names the Tracker: leave --tracker out")
+    _check_one_tracker(line, tracker_url)
     configuration = invocation.configuration(tracker=tracker_url)
     tracker_url = _joined_url(line) if line is not None else configuration.url("tracker")
     if line is not None and _is_default("host"):
@@ -232,6 +237,11 @@ def node(
         ),
         run,
     )
+
+
+def _check_one_tracker(line: str | None, tracker_url: str | None) -> None:
+    if line is not None and tracker_url is not None:
+        raise click.UsageError("--join names the Tracker: leave --tracker out")
 
 
 def _joined_url(line: str) -> str:

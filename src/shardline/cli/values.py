@@ -1,11 +1,12 @@
-"""How values are written on the command line: layer ranges, memory sizes; and how layers are shared out.
+"""How values are written on the command line: layer ranges, memory sizes, secrets elsewhere; how layers are shared out.
 
-Owns the parsing and its messages. Pure. Shown by tests/cli/test_values.py.
+Owns the parsing and its messages. Shown by tests/cli/test_values.py.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,8 @@ import click
 
 from shardline.errors import ShardlineError
 
+LINE_LIMIT = 4096
+"""Characters of a line for joining."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -89,3 +92,20 @@ def _uncovered(why: str, n_layers: int) -> ShardlineError:
     example = ",".join(f"{first}:{last}" for first, last in split_evenly(n_layers, min(2, n_layers)))
     advice = f"Give --layers ranges that together cover 0:{n_layers}, such as {example}; or --nodes alone."
     return ShardlineError("layers_invalid", why, param="layers", advice=advice)
+
+
+class JoinLine(click.ParamType[str]):
+    """A line for joining: as it is, in a file (`@FILE`), or on stdin (`-`). Its token is in no message."""
+
+    name = "line"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "-":
+            return sys.stdin.readline(LINE_LIMIT).strip()
+        if not value.startswith("@"):
+            return str(value)
+        try:
+            with open(value[1:], encoding="utf-8", errors="replace") as file:
+                return file.readline(LINE_LIMIT).strip()
+        except OSError as error:
+            self.fail(f"{value[1:]} cannot be read: {error.strerror}", param, ctx)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import ssl
 import time
+from dataclasses import replace
 
 import structlog
 
@@ -27,8 +29,9 @@ from shardline.transport.addresses import is_loopback, split_url
 from shardline.transport.authority import AUTHORITY_FILE, Authority
 from shardline.transport.carrier import HttpCarrier
 from shardline.transport.http_client import HttpClient
-from shardline.transport.http_server import HttpServer, bind, check_listener, warn_of_plain_http
-from shardline.transport.membership import OwnMembership
+from shardline.transport.http_server import HttpServer, bind, check_listener, check_tracker, warn_of_plain_http
+from shardline.transport.join import join_line, joined
+from shardline.transport.membership import Membership, OwnMembership
 from shardline.transport.tls import public_tls
 from shardline.transport.tracker_client import TrackerClient
 
@@ -42,12 +45,42 @@ async def run(options: GatewayOptions) -> None:
     if public is None:
         check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
         warn_of_plain_http(options.host)
-    own = _cluster_keys(options)
+    if options.join is None:
+        check_tracker(options.tracker_url, insecure_plain_http=options.insecure_plain_http)
+    own = None if options.join is not None else _cluster_keys(options)
     keys = ApiKeys.from_lines(options.api_keys)
     if not is_loopback(options.host) and not len(keys):
         raise ShardlineError("insecure_listener", "a Gateway beyond loopback needs API keys: give --api-keys FILE")
     sock = bind(options.host, options.port)
-    tls = None if own is None else own.tls
+    try:
+        if options.join is None:
+            await _run(options, sock, keys, public, own)
+            return
+        line = join_line(options.join)
+        async with joined(line, state_dir=options.state_dir, settings=settings, part="gateway") as member:
+            known = replace(options, tracker_url=line.tracker, credential=member.membership.credential)
+            await _run(known, sock, keys, public, member.membership)
+    except* ShardlineError as group:
+        raise _first(group) from None
+    finally:
+        sock.close()
+
+
+def _first(group: BaseExceptionGroup[ShardlineError]) -> ShardlineError:
+    error = group.exceptions[0]
+    return error if isinstance(error, ShardlineError) else _first(error)
+
+
+async def _run(
+    options: GatewayOptions,
+    sock: socket.socket,
+    keys: ApiKeys,
+    public: ssl.SSLContext | None,
+    member: OwnMembership | Membership | None,
+) -> None:
+    """`member`: of a Gateway in a cluster with keys."""
+    settings = options.settings
+    tls = None if member is None else member.tls
     client = HttpClient(settings, credential=options.credential, tls=tls, part="the Gateway")
     try:
         async with (
@@ -78,7 +111,7 @@ async def run(options: GatewayOptions) -> None:
                 app.asgi(), sock=sock, settings=settings, drain=generations.drain, lifespan="off", tls=public
             )
             running = tasks.create_task(generations.run())
-            renewing = [] if own is None else [tasks.create_task(own.renew())]
+            renewing = [] if member is None else [tasks.create_task(member.renew())]
             await server.start()
             options.announce("listening", url=server.url, tracker=options.tracker_url)
             tasks.create_task(_look_for(tracker, options.tracker_url))
@@ -91,7 +124,6 @@ async def run(options: GatewayOptions) -> None:
                 for task in (running, *renewing):
                     task.cancel()
     finally:
-        sock.close()
         await client.aclose()
 
 
@@ -113,7 +145,7 @@ def _cluster_keys(options: GatewayOptions) -> OwnMembership | None:
         raise ShardlineError(
             "setting_invalid",
             f"{options.tracker_url} is of a cluster with keys, whose authority is not in {options.state_dir}",
-            advice="Run the Gateway on the machine of the Tracker, with its state folder (shardline serve does).",
+            advice="Run it there, as shardline serve does, or join: shardline invite --gateway, there, prints how.",
             param="tracker",
         )
     party = f"gateway-{secrets.token_hex(8)}"

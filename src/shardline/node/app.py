@@ -28,12 +28,15 @@ from shardline.transport.bodies import read_body, read_json, send_body, send_jso
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, has_credential
 from shardline.transport.carrier import EMPTY_ACK
 from shardline.transport.direct import Headers
+from shardline.transport.guard import PARTIES
+from shardline.transport.tls import may_route
 from shardline.wire.messages import Beats, NodeInfo, OpenSession, StepAck, TokenizeAnswer, TokenizeRequest
 from shardline.wire.steps import decode
 
 _ack_encoder = msgspec.json.Encoder()
 _NONCE = re.compile(r"[A-Za-z0-9_-]{8,128}")
 _KEY = re.compile(r"[0-9a-f]{32}")
+_OF_GATEWAYS = ("/v1/sessions", "/v1/beats", "/v1/tokenize", "/v1/text/")
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -73,6 +76,7 @@ class NodeApp:
         if scope["type"] != "http":
             return
         method, path = scope["method"], scope["path"]
+        _check_part(scope, path)
         if path == "/v1/steps" and method == "POST":
             await self._steps(scope, receive, send)
             return
@@ -244,6 +248,13 @@ class NodeMetrics:
         self._restarts.set(info.health.restarts)
         self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self._registry)
+
+
+def _check_part(scope: Scope, path: str) -> None:
+    """In a cluster with keys Nodes send each other steps and look whether they live; sessions are the Gateways'."""
+    found = scope.get("state", {}).get(PARTIES)
+    if found is not None and path.startswith(_OF_GATEWAYS) and not may_route(found):
+        raise ShardlineError("forbidden", "only a Gateway may open, keep and end sessions")
 
 
 def _is_open(scope: Scope) -> bool:

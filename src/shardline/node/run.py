@@ -32,7 +32,7 @@ from shardline.transport.carrier import HttpCarrier
 from shardline.transport.credentials import identity_key
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
-from shardline.transport.http_server import HttpServer, bind, check_listener, warn_of_plain_http
+from shardline.transport.http_server import HttpServer, bind, check_listener, check_tracker, warn_of_plain_http
 from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership
 from shardline.transport.tracker_client import TrackerClient
@@ -49,6 +49,7 @@ async def run(options: NodeOptions) -> None:
     """Serve one Shard until cancelled. Raises `ShardlineError` for what its operator must correct."""
     if options.join is None:
         check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+        check_tracker(options.tracker_url, insecure_plain_http=options.insecure_plain_http)
         warn_of_plain_http(options.host)
     sock = bind(options.host, options.port)
     try:
@@ -104,6 +105,7 @@ async def _layers(
         output_bytes=facts.output_bytes,
         kv_reserve_bytes=facts.kv_reserve_bytes,
         legal_cuts=facts.legal_cuts,
+        illegal_parts=facts.illegal_parts,
         node=node_id_of(public_bytes(key)),
         host=host_id(),
         host_memory_bytes=psutil.virtual_memory().total,

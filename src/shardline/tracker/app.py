@@ -7,9 +7,10 @@ control plane (transport/boundary.py). Shown by tests/tracker/test_app.py.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 from prometheus_client import Counter
@@ -26,8 +27,8 @@ from shardline.transport.authority import OPERATOR
 from shardline.transport.bodies import read_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary
 from shardline.transport.guard import PARTIES
-from shardline.transport.tls import is_party
-from shardline.wire.joining import JoinRequest
+from shardline.transport.tls import is_party, may_route
+from shardline.wire.joining import Expulsion, JoinRequest, Part
 from shardline.wire.messages import Outcome, PlacementRequest, RouteRequest, Signed
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 JOINING = frozenset({"/v1/cluster/ca", "/v1/join"})
 """What a stranger may ask, who has no certificate and no credential yet."""
+JOIN_BYTES = 128 << 10
+"""Of a request of a stranger."""
 OPEN = JOINING | {"/healthz"}
 
 
@@ -76,23 +79,32 @@ def create_app(state: TrackerState, credential: str, enrolment: Enrolment | None
     if enrolment is None:
         return ErrorBoundary(ControlGate(router, credential=credential))
     gate = ControlGate(router, credential=credential, is_open=lambda scope: scope["path"] in OPEN)
-    return ErrorBoundary(_PartiesOnly(gate))
+    return ErrorBoundary(_PartiesOnly(gate, enrolment))
 
 
 class _PartiesOnly:
-    """Lets nobody pass who has shown no certificate of the cluster, but to join."""
+    """Lets nobody pass who has shown no certificate of the cluster, but to join; nobody who is expelled; and Nodes not
+    to where Gateways ask."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, enrolment: Enrolment) -> None:
         self._app = app
+        self._enrolment = enrolment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN and not scope["state"].get(PARTIES):
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            self._check(scope["method"], scope["path"], scope["state"].get(PARTIES, frozenset()))
+        await self._app(scope, receive, send)
+
+    def _check(self, method: str, path: str, found: frozenset[str]) -> None:
+        if not found:
             raise ShardlineError(
                 "unauthorized",
                 "no certificate of this cluster was shown",
                 advice="Join first: shardline invite, on the machine of the Tracker, prints how.",
             )
-        await self._app(scope, receive, send)
+        self._enrolment.check_not_expelled(found)
+        if method == "POST" and path.startswith("/v1/routes") and not may_route(found):
+            raise ShardlineError("forbidden", "only a Gateway may ask for routes, and say how sessions ended")
 
 
 def _joining(enrolment: Enrolment, endpoints: _Endpoints) -> list[Path]:
@@ -102,19 +114,30 @@ def _joining(enrolment: Enrolment, endpoints: _Endpoints) -> list[Path]:
         return _json(enrolment.authority())
 
     async def join(request: Request) -> Response:
-        asked = await endpoints.body(request, JoinRequest)
+        asked = await endpoints.body(request, JoinRequest, JOIN_BYTES)
         client = request.client
         return _json(enrolment.join(asked, "127.0.0.1" if client is None else client.host, endpoints.model_names()))
 
-    async def invite(request: Request) -> Response:
+    def check_operator(request: Request) -> None:
         if not is_party(request.scope["state"][PARTIES], OPERATOR):
-            raise ShardlineError("forbidden", "only a command on the machine of the Tracker may invite")
-        return _json(enrolment.invite())
+            raise ShardlineError("forbidden", "only a command on the machine of the Tracker may invite and expel")
+
+    async def invite(request: Request) -> Response:
+        check_operator(request)
+        part = request.query_params.get("part", "node")
+        if part not in get_args(Part):
+            raise ShardlineError("invalid_value", "part is node or gateway", param="part")
+        return _json(enrolment.invite(cast(Part, part)))
+
+    async def expel(request: Request) -> Response:
+        check_operator(request)
+        return _json(endpoints.expel(enrolment, request.path_params["party"], undo=request.method == "DELETE"))
 
     return [
         Path("/v1/cluster/ca", authority),
         Path("/v1/join", join, methods=["POST"]),
         Path("/v1/invitations", invite, methods=["POST"]),
+        Path("/v1/parties/{party}/expulsion", expel, methods=["POST", "DELETE"]),
     ]
 
 
@@ -126,6 +149,12 @@ class _Endpoints:
 
     def model_names(self) -> list[str]:
         return sorted({known.model for known in self._state.models().models})
+
+    def expel(self, enrolment: Enrolment, party: str, *, undo: bool) -> Expulsion:
+        answer = enrolment.expel(party, undo=undo)
+        if not undo:
+            self._state.drop(party)
+        return answer
 
     async def healthz(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -183,8 +212,8 @@ class _Endpoints:
             raise ShardlineError("invalid_value", "kv_tokens is a count of tokens", param="kv_tokens")
         return _json(self._state.explain(model, int(kv_tokens)))
 
-    async def body(self, request: Request, kind: type[T]) -> T:
-        limit = self._state.settings.control_body_bytes
+    async def body(self, request: Request, kind: type[T], most: int | None = None) -> T:
+        limit = min(self._state.settings.control_body_bytes, most or sys.maxsize)
         return await read_json(request.receive, request.scope, kind, limit)
 
 

@@ -1,14 +1,16 @@
-"""Who becomes a party of a cluster with keys: joins by token, joins of a Node whose certificate lapsed, renewals.
+"""Who becomes a party of a cluster with keys: joins by token, renewals by heartbeat or certificate, expulsions.
 
-Owns the order of the checks before the authority signs, and that a used token stays used over restarts. It keeps no
-list of members: who may go on is who the Tracker takes heartbeats from. Shown by tests/tracker/test_enrolment.py.
+Owns the order of the checks before the authority signs, and that used tokens and expelled parties stay so over
+restarts. It keeps no list of members, only of those that are out. Shown by tests/tracker/test_enrolment.py.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -18,12 +20,18 @@ from shardline.settings import Settings
 from shardline.tracker.admission import CLOCK_SKEW_S
 from shardline.tracker.bounds import STATEMENT_LIMIT
 from shardline.tracker.invitations import Guesses, Invitations, Token
-from shardline.transport.authority import Authority, requested_key
+from shardline.transport.authority import Authority, party_of, requested_key, uri_of
 from shardline.transport.credentials import keep_secret, kept_secret
-from shardline.wire.joining import AuthorityAnswer, Invitation, JoinAnswer, JoinClaim, JoinRequest
+from shardline.wire.joining import AuthorityAnswer, Expulsion, Invitation, JoinAnswer, JoinClaim, JoinRequest, Part
 from shardline.wire.tickets import SignatureRefused, node_id_of, verify
 
 INVITATIONS_FILE = "invitations.json"
+EXPELLED_FILE = "expelled.json"
+EXPELLED_LIMIT = 4_096
+"""A cluster that has thrown out more is one to make anew."""
+_PARTY = re.compile(r"(?:n|gateway)-[0-9a-f]{16}")
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -50,28 +58,55 @@ class Enrolment:
         self._announce = announce
         self._unix = unix
         self._guesses = Guesses()
-        self._invitations = Invitations(_kept_tokens(self._path), settings.invitation_s)
+        self._invitations = Invitations(_kept(self._path, list[Token]) or (), settings.invitation_s)
+        self._out_path = folder / EXPELLED_FILE
+        self._out = dict.fromkeys(_kept(self._out_path, list[str]) or ())
+        self._out_uris = frozenset(map(uri_of, self._out))
 
     def authority(self) -> AuthorityAnswer:
         return AuthorityAnswer(certificate=self._authority.certificate_pem.decode())
 
-    def invite(self) -> Invitation:
+    def invite(self, part: Part = "node") -> Invitation:
         """A fresh line, on the disk before anybody sees it."""
-        token = self._invitations.make(self._unix())
+        token = self._invitations.make(self._unix(), part)
         self._keep()
-        return Invitation(line=f"{self._url}/#{token}.{self._authority.pin}", seconds=self._settings.invitation_s)
+        line = f"{self._url}/#{token}.{self._authority.pin}"
+        return Invitation(line=line, seconds=self._settings.invitation_s, part=part)
+
+    def check_not_expelled(self, parties: frozenset[str]) -> None:
+        """Raise `join_refused` for a caller whose certificate names one that is out; `parties`: as URIs."""
+        if parties & self._out_uris:
+            raise _expelled()
+
+    def expel(self, party: str, *, undo: bool = False) -> Expulsion:
+        """Throw out a Node or Gateway by its id, or take that back: on the disk when this returns."""
+        if not _PARTY.fullmatch(party):
+            raise ShardlineError("invalid_value", "who is expelled is named by its id: n-… or gateway-…", param="party")
+        if undo:
+            self._out.pop(party, None)
+        elif len(self._out) >= EXPELLED_LIMIT:
+            raise ShardlineError("queue_full", f"{EXPELLED_LIMIT} are out already: make a new authority")
+        else:
+            self._out[party] = None
+        self._out_uris = frozenset(map(uri_of, self._out))
+        keep_secret(self._out_path, msgspec.json.encode(list(self._out)))
+        log.warning("party_readmitted" if undo else "party_expelled", party=party)
+        return Expulsion(expelled=list(self._out), certificate_s=self._settings.certificate_s)
 
     def join(self, request: JoinRequest, address: str, models: list[str]) -> JoinAnswer:
-        """Let the holder of a token in, as the Node that its identity makes it; `address` is where it calls from.
+        """Let the holder of a token in, as the Node or Gateway that its identity makes it, or give one that was let in
+        its next certificate; `address` is where it calls from.
 
         Raises `join_refused`, `queue_full` (too many guesses), `invalid_value`.
         """
         now = self._unix()
         self._guesses.check(address, now)
         try:
-            node, claim = self._proved(request, now)
+            party, claim = self._proved(request, now)
+            if party in self._out:
+                raise _expelled()
+            self._check_right(request, party, claim.part, now)
             key = requested_key(claim.csr)
-            self._check_right(request, node, now)
         except ShardlineError:
             self._guesses.wrong(address, now)
             raise
@@ -79,12 +114,12 @@ class Enrolment:
             # Used before it is worth anything: a Tracker that is killed in between must not let two in.
             self._invitations.use(request.token)
             self._keep()
-        certificate = self._authority.issue(key, node, [address], now=now, seconds=self._settings.certificate_s)
-        log.info("node_joined", node=node, address=address, by="token" if request.token else "certificate")
-        if request.token is not None:
+        certificate = self._authority.issue(key, party, [address], now=now, seconds=self._settings.certificate_s)
+        log.info("party_joined", party=party, address=address, by="token" if request.token else "certificate")
+        if request.token is not None and claim.part == "node":
             self._announce(self.invite().line)
         return JoinAnswer(
-            node=node,
+            node=party,
             certificate=certificate.decode(),
             authority=self._authority.certificate_pem.decode(),
             credential=self._credential,
@@ -115,13 +150,13 @@ class Enrolment:
                 f"the clocks of the two machines differ by {claim.time - now:.0f} s, at most {CLOCK_SKEW_S:.0f} may be"
             )
             raise ShardlineError("join_refused", why, advice="Set the clock of one of them, then try again.")
-        return node_id_of(public_key), claim
+        return party_of(claim.part, node_id_of(public_key)), claim
 
-    def _check_right(self, request: JoinRequest, node: str, now: float) -> None:
+    def _check_right(self, request: JoinRequest, party: str, part: Part, now: float) -> None:
         if request.token is not None:
-            self._invitations.check(request.token, now)
+            self._invitations.check(request.token, now, part)
             return
-        ended = None if request.certificate is None else self._authority.expired_at(request.certificate, node)
+        ended = None if request.certificate is None else self._authority.expired_at(request.certificate, party)
         if ended is None:
             raise ShardlineError("join_refused", "neither a token nor a certificate of this cluster came")
         if now - ended > self._settings.certificate_grace_s:
@@ -132,11 +167,20 @@ class Enrolment:
         keep_secret(self._path, msgspec.json.encode(self._invitations.kept))
 
 
-def _kept_tokens(path: Path) -> list[Token]:
+def _expelled() -> ShardlineError:
+    return ShardlineError(
+        "join_refused",
+        "the operator of this cluster has expelled this party",
+        advice="The operator takes it back with shardline expel --undo.",
+        reason="expelled",
+    )
+
+
+def _kept(path: Path, kind: type[T]) -> T | None:
     raw = kept_secret(path)
     if raw is None:
-        return []
+        return None
     try:
-        return msgspec.json.decode(raw, type=list[Token])
+        return msgspec.json.decode(raw, type=kind)
     except msgspec.MsgspecError:
-        raise ShardlineError("setting_invalid", f"{path} is damaged: take it away; lines not used yet end") from None
+        raise ShardlineError("setting_invalid", f"{path} is damaged: take it away; what it says is lost") from None

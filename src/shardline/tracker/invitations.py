@@ -14,6 +14,8 @@ from collections.abc import Iterable
 import msgspec
 
 from shardline.errors import ShardlineError
+from shardline.transport.addresses import network_of
+from shardline.wire.joining import Part
 
 TOKEN_BYTES = 16
 KEPT = 256
@@ -29,6 +31,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     until: float
     used: bool = False
+    part: Part = "node"
 
 
 class Invitations:
@@ -42,16 +45,16 @@ class Invitations:
     def kept(self) -> list[Token]:
         return list(self._tokens.values())
 
-    def make(self, now: float) -> str:
-        """A fresh token: 22 characters of base64url."""
+    def make(self, now: float, part: Part = "node") -> str:
+        """A fresh token for one `part`: 22 characters of base64url."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         while len(self._tokens) >= KEPT:
             self._tokens.popitem(last=False)
         digest = _digest(token)
-        self._tokens[digest] = Token(digest=digest, until=now + self._ttl_s)
+        self._tokens[digest] = Token(digest=digest, until=now + self._ttl_s, part=part)
         return token
 
-    def check(self, token: str, now: float) -> None:
+    def check(self, token: str, now: float, part: Part = "node") -> None:
         """Raise `join_refused`, with the reason, unless the token is good."""
         known = self._tokens.get(_digest(token))
         if known is None:
@@ -64,6 +67,16 @@ class Invitations:
                 "join_refused", f"this token has expired: it works for {hours:g} hours", reason="expired"
             )
 
+        if known.part != part:
+            # What a Node may do is less than what a Gateway may: its line makes no Gateway.
+            raise ShardlineError(
+                "join_refused",
+                f"this token lets in a {known.part.title()}, not a {part.title()}",
+                advice=f"Use it with shardline {known.part} --join, or ask for another: shardline invite"
+                + (" --gateway" if part == "gateway" else ""),
+                reason="part",
+            )
+
     def use(self, token: str) -> None:
         """It has let somebody in."""
         digest = _digest(token)
@@ -71,27 +84,29 @@ class Invitations:
 
 
 class Guesses:
-    """How many wrong tokens came from each address lately."""
+    """How many wrong tokens came from each network lately."""
 
     def __init__(self) -> None:
         self._wrong: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def check(self, address: str, now: float) -> None:
         """Raise `queue_full` for an address that has guessed too often."""
-        since, count = self._wrong.get(address, (now, 0))
+        network = network_of(address)
+        since, count = self._wrong.get(network, (now, 0))
         left = since + GUESS_WINDOW_S - now
         if left <= 0:
-            self._wrong.pop(address, None)
+            self._wrong.pop(network, None)
         elif count >= GUESSES:
             raise ShardlineError(
                 "queue_full", f"{count} wrong tokens came from {address}: no more for now", retry_after=round(left) + 1
             )
 
     def wrong(self, address: str, now: float) -> None:
-        since, count = self._wrong.pop(address, (now, 0))
+        network = network_of(address)
+        since, count = self._wrong.pop(network, (now, 0))
         while len(self._wrong) >= ADDRESSES:
             self._wrong.popitem(last=False)
-        self._wrong[address] = (since, count + 1)
+        self._wrong[network] = (since, count + 1)
 
 
 def _digest(token: str) -> str:

@@ -220,6 +220,13 @@ class TrackerState:
         self.registry.leave(node_id, now)
         log.info("node_left", node=node_id)
 
+    def drop(self, node_id: str) -> None:
+        """No new session goes to this Node from now on. The caller sees to it that it does not come back."""
+        record = self.registry.nodes.get(node_id)
+        if record is not None and record.beats:
+            self.registry.expire(node_id, record, self.clock.monotonic())
+            log.warning("node_dropped", node=node_id)
+
     def nodes(self) -> dict[str, Any]:
         """`GET /v1/nodes`."""
         now = self.clock.monotonic()

@@ -33,6 +33,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shardline.errors import ShardlineError
 from shardline.transport.credentials import made_secret
+from shardline.wire.joining import Part
 
 TRACKER = "tracker"
 OPERATOR = "operator"
@@ -44,6 +45,7 @@ CLOCK_SKEW_S = 300.0
 """A certificate is valid a little before it was made: clocks of two machines differ."""
 PEM_LIMIT = 16 << 10
 _URI = "shardline:"
+GATEWAY_URI = f"{_URI}gateway:"
 
 
 def uri_of(party: str) -> str:
@@ -51,8 +53,17 @@ def uri_of(party: str) -> str:
     if party in (TRACKER, OPERATOR):
         return _URI + party
     if party.startswith("gateway-"):
-        return f"{_URI}gateway:{party.removeprefix('gateway-')}"
+        return GATEWAY_URI + party.removeprefix("gateway-")
     return f"{_URI}node:{party}"
+
+
+def party_of(part: Part, node_id: str) -> str:
+    """Who the holder of an identity is: a Node by its id, a Gateway by the same digits."""
+    return node_id if part == "node" else f"gateway-{node_id.removeprefix('n-')}"
+
+
+def part_of(party: str) -> Part:
+    return "gateway" if party.startswith("gateway-") else "node"
 
 
 def new_key() -> EllipticCurvePrivateKey:
@@ -74,10 +85,13 @@ def requested_key(request: str) -> EllipticCurvePublicKey:
     try:
         found = x509.load_der_x509_csr(base64.b64decode(request, validate=True))
         key = found.public_key()
-        valid = found.is_signature_valid
+        # Its kind first: checking the signature of a key that a stranger chose can take long.
+        valid = (
+            isinstance(key, EllipticCurvePublicKey) and isinstance(key.curve, SECP256R1) and found.is_signature_valid
+        )
     except (ValueError, TypeError, binascii.Error, UnsupportedAlgorithm):
         raise ShardlineError("invalid_value", "csr is no signing request in base64 of DER", param="csr") from None
-    if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1) or not valid:
+    if not isinstance(key, EllipticCurvePublicKey) or not valid:
         raise ShardlineError("invalid_value", "csr is not signed by a P-256 key of its own", param="csr")
     return key
 

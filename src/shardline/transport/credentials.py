@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from shardline.errors import ShardlineError
 
 CREDENTIAL_BYTES = 32
-SECRET_FILE_BYTES = 16 << 10
+SECRET_FILE_BYTES = 256 << 10
 """A secret file is small; a larger one is something else."""
 
 
@@ -72,6 +72,7 @@ def keep_secret(path: Path, content: bytes) -> None:
         except BaseException:
             os.unlink(name)
             raise
+        _keep_name(path)
     except OSError as error:
         raise _refused(path, f"it cannot be written ({error.strerror})") from None
 
@@ -108,6 +109,7 @@ def _read_or_make(path: Path, content: Callable[[], bytes]) -> bytes:
         name = _written_beside(path, content())
         try:
             os.link(name, path)
+            _keep_name(path)
         except FileExistsError:
             pass
         finally:
@@ -115,6 +117,15 @@ def _read_or_make(path: Path, content: Callable[[], bytes]) -> bytes:
     except OSError as error:
         raise _refused(path, f"it cannot be made ({error.strerror})") from None
     return _read(path)
+
+
+def _keep_name(path: Path) -> None:
+    """That the file goes by `path` now outlasts a loss of power, too: a token that was used must stay used."""
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _written_beside(path: Path, content: bytes) -> str:
@@ -139,7 +150,10 @@ def _read(path: Path) -> bytes:
                 raise _refused(path, "it is not a file")
             if status.st_mode & 0o077:
                 raise _refused(path, "others may read it: chmod 600 it, and make a new one if somebody has")
-            return file.read(SECRET_FILE_BYTES)
+            content = file.read(SECRET_FILE_BYTES + 1)
+            if len(content) > SECRET_FILE_BYTES:
+                raise _refused(path, f"it is larger than the {SECRET_FILE_BYTES >> 10} KiB of any secret file")
+            return content
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
-from shardline.transport.addresses import is_loopback, make_url
+from shardline.transport.addresses import is_loopback, make_url, split_url
 from shardline.transport.bodies import ClientLeft, decode_json, header, read_body, read_json, send_body, send_json
 from shardline.transport.body_room import BodyRoom
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, error_bytes, has_credential
@@ -39,6 +39,7 @@ __all__ = [
     "bind",
     "check_listener",
     "check_protocol",
+    "check_tracker",
     "decode_json",
     "error_bytes",
     "has_credential",
@@ -76,6 +77,15 @@ def warn_of_plain_http(host: str) -> None:
     """Say it at every start of a process that talks unencrypted to other machines."""
     if not is_loopback(host):
         log.warning("plain_http_beyond_loopback", host=host, encrypted=False)
+
+
+def check_tracker(url: str, *, insecure_plain_http: bool) -> None:
+    """Raise `insecure_listener` for a Tracker of another machine by plain HTTP, unless that was asked for: the
+    credential goes with every request."""
+    parts = split_url(url)
+    if parts.scheme == "http" and not is_loopback(parts.host) and not insecure_plain_http:
+        why = f"the Tracker at {url} is on another machine, and plain HTTP shows the credential to all on the way"
+        raise ShardlineError("insecure_listener", why, param="tracker")
 
 
 def bind(host: str, port: int) -> socket.socket:

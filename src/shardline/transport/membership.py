@@ -21,29 +21,35 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
-from shardline.transport.authority import Authority, key_pem, lifetime, new_key, signing_request
+from shardline.transport.authority import Authority, key_pem, lifetime, new_key, part_of, signing_request
 from shardline.transport.credentials import keep_secret, kept_secret
 from shardline.transport.tls import ClusterTls
+from shardline.wire.joining import Part
 
 JOINED = "joined"
 """Folder in the state folder: one folder in it for each line that was used here."""
 _FILE = "membership.json"
 _LOCK = "lock"
 _LEAST_PAUSE_S = 0.2
+_RETRY_S = 30.0
 
 log = structlog.get_logger(__name__)
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """The file of a Node that has joined. It holds secrets."""
+    """The file of a Node or Gateway that has joined. It holds secrets."""
 
     tracker: str
     """URL."""
     node: str
+    """Id of the Node, or of the Gateway."""
     authority: str
     certificate: str
     key: str
     credential: str
+
+    def __repr__(self) -> str:
+        return f"Kept({self.node!r} of {self.tracker!r})"
 
 
 def kept_in(folder: Path) -> Kept | None:
@@ -58,8 +64,8 @@ def kept_in(folder: Path) -> Kept | None:
         raise ShardlineError("setting_invalid", f"{path} is damaged: take it away, and join anew") from None
 
 
-def joined_folders(state_dir: Path, tracker: str) -> list[Path]:
-    """Folders of what has joined the Tracker at this URL from here, the latest first."""
+def joined_folders(state_dir: Path, tracker: str, part: Part | None = None) -> list[Path]:
+    """Folders of what has joined the Tracker at this URL from here (as `part`), the latest first."""
     found = []
     for folder in (state_dir / JOINED).glob("*"):
         try:
@@ -67,7 +73,7 @@ def joined_folders(state_dir: Path, tracker: str) -> list[Path]:
         except ShardlineError as error:
             log.warning("membership_unreadable", reason=error.message)
             continue
-        if kept is not None and kept.tracker == tracker:
+        if kept is not None and kept.tracker == tracker and part in (None, part_of(kept.node)):
             found.append((lifetime(kept.certificate.encode())[0], folder))
     return [folder for _, folder in sorted(found, reverse=True)]
 
@@ -115,11 +121,32 @@ class Membership:
         if now >= self.until and self.revive is not None:
             await self.revive()
 
+    async def renew(self) -> None:
+        """A new certificate at half of the life of each, until cancelled: of a party that sends no heartbeats.
+
+        Raises `join_refused` when the Tracker gives it none any more; all else may pass.
+        """
+        while True:
+            start, end = self._life
+            await asyncio.sleep(max(_LEAST_PAUSE_S, (start + end) / 2 - time.time()))
+            try:
+                if self.revive is not None:
+                    await self.revive()
+            except ShardlineError as error:
+                if error.code == "join_refused":
+                    raise
+                log.warning("certificate_not_renewed", reason=error.message, until=round(end))
+                await asyncio.sleep(min(_RETRY_S, (end - start) / 16))
+
     def replaced(self, certificate: str, key: bytes) -> None:
         """Take a certificate and its key (PEM) that came by another way than a heartbeat."""
         pem = certificate.encode()
+        try:
+            life = lifetime(pem)
+        except ValueError:
+            raise ShardlineError("internal", "what came for a certificate is none") from None
         self.tls.swap(pem, key)
-        self._next, self._life = None, lifetime(pem)
+        self._next, self._life = None, life
         if self._keep is not None:
             self._keep(pem, key)
         log.info("certificate_renewed", until=round(self.until))
@@ -184,4 +211,4 @@ class OwnMembership:
             certificate = self._issue(key)
             self.tls.swap(certificate, key_pem(key))
             self._life = lifetime(certificate)
-            log.info("certificate_renewed", party=self._party, until=round(end))
+            log.info("certificate_renewed", party=self._party, until=round(self._life[1]))

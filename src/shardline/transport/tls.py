@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline.errors import ShardlineError
-from shardline.transport.authority import uri_of
+from shardline.transport.authority import GATEWAY_URI, OPERATOR, uri_of
 
 _CLOCK_FAULTS = frozenset({9, 10})
 """What OpenSSL calls not yet valid, and expired."""
@@ -123,6 +123,11 @@ def valid_until(transport: asyncio.BaseTransport) -> float:
 
 def is_party(found: frozenset[str], party: str) -> bool:
     return uri_of(party) in found
+
+
+def may_route(found: frozenset[str]) -> bool:
+    """Whether a caller may ask for routes and open sessions: Gateways may, and who owns the authority."""
+    return uri_of(OPERATOR) in found or any(uri.startswith(GATEWAY_URI) for uri in found)
 
 
 def reason(error: ssl.SSLError) -> str:

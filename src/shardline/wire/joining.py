@@ -5,7 +5,19 @@ What a renewal needs rides on the heartbeat (messages.py). Pure. Shown by tests/
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Part = Literal["node", "gateway"]
+"""What may join from another machine."""
+
+
+class _Secret(msgspec.Struct, frozen=True, kw_only=True):
+    """A message that no log and no traceback may show."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(…)"
 
 
 class AuthorityAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,16 +27,17 @@ class AuthorityAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """Signed by the Node (domain "join"): whoever asks holds the key that its id is made of."""
+    """Signed by who joins (domain "join"): whoever asks holds the key that its id is made of."""
 
     pin: str
     """Of the authority that is asked."""
     csr: str
     time: float
+    part: Part = "node"
 
 
-class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/join`, with a token, or with a certificate of this cluster that has lapsed lately."""
+class JoinRequest(_Secret, frozen=True, kw_only=True):
+    """`POST /v1/join`, with a token, or with a certificate of this cluster, also one that has lapsed lately."""
 
     public_key: str
     proof: str
@@ -33,8 +46,9 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     certificate: str | None = None
 
 
-class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class JoinAnswer(_Secret, frozen=True, kw_only=True):
     node: str
+    """Id of the Node, or of the Gateway."""
     certificate: str
     authority: str
     credential: str
@@ -42,10 +56,20 @@ class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the models that are served, or wait for layers."""
 
 
-class Invitation(msgspec.Struct, frozen=True, kw_only=True):
+class Invitation(_Secret, frozen=True, kw_only=True):
     """`POST /v1/invitations`, for the operator on the Tracker's machine."""
 
     line: str
-    """What `node --join` takes: URL, one-time token, pin of the authority."""
+    """What `--join` takes: URL, one-time token, pin of the authority."""
     seconds: float
     """How long it works."""
+    part: Part = "node"
+    """Whom it lets in."""
+
+
+class Expulsion(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST` and `DELETE /v1/parties/{party}/expulsion`, for the operator: who is out, from now on."""
+
+    expelled: list[str]
+    certificate_s: float
+    """So long at most, other Nodes take the certificate that the party has."""

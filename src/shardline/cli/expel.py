@@ -1,0 +1,41 @@
+"""`shardline expel`: throw a Node or a Gateway out of a cluster with keys.
+
+It asks the Tracker that runs, as the operator that whoever owns its state folder is. Shown by tests/cli/test_expel.py.
+"""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import quote
+
+import click
+
+from shardline.cli.invite import check_keys
+from shardline.cli.invocation import Invocation, pass_invocation, tracker_of
+from shardline.cli.listings import as_json_option
+
+
+@click.command()
+@click.argument("party", metavar="ID")
+@click.option("--undo", is_flag=True, help="Let it come back.")
+@click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
+@as_json_option
+@pass_invocation
+def expel(invocation: Invocation, party: str, undo: bool, tracker_url: str | None, as_json: bool) -> None:
+    """Throw a Node or Gateway out, by the id that `nodes` lists.
+
+    On the machine of the Tracker. No new session goes to it, and it gets no new certificate. Other Nodes still take the
+    one that it has, until that ends; sessions that run over it go on.
+    """
+    configuration = invocation.configuration(tracker=tracker_url)
+    check_keys(configuration)
+    tracker = tracker_of(configuration)
+    path = f"/v1/parties/{quote(party, safe='')}/expulsion"
+    answer = tracker.delete(path) if undo else tracker.post(path)
+    if as_json:
+        click.echo(json.dumps(answer, indent=2))
+    elif undo:
+        click.echo(f"{party} may come back.")
+    else:
+        hours = answer["certificate_s"] / 3600
+        click.echo(f"{party} is out. Its last certificate ends within {hours:g} hours; until then Nodes answer it.")

@@ -133,6 +133,14 @@ def test_what_is_not_cut_runs_whole(
         assert caught.value.code == "architecture_unsupported"
 
 
+def test_parts_between_legal_positions_that_cannot_be(tmp_path: Path) -> None:
+    """One of four layers has attention: legal positions may be too close to each other."""
+    assert cuts(tmp_path, "qwen3next", 8).illegal_parts() == [(4, 5), (4, 6), (5, 6)]
+    assert cuts(tmp_path, "llama", 5).illegal_parts() == []
+    assert (3, 30) in cuts(tmp_path, "deepseek2", 60).illegal_parts()
+    assert cuts(tmp_path, "rwkv7", 4).illegal_parts() == []
+
+
 def test_a_vocabulary_can_make_the_difference(tmp_path: Path) -> None:
     """48 layers are a particular model only with its vocabulary, which only a tail shows."""
     found = cuts(tmp_path, "deepseek2", 60, {"vocab_size": 128_256})

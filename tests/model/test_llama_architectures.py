@@ -82,6 +82,11 @@ def test_no_position_is_taken_twice(tmp_path, name):
     for again in (entry([8], 3), entry([8], 2), entry([8], 9), entry([5, 6, 7], 0)):
         (refused,) = head.run([again])
         assert isinstance(refused, ShardlineError) and refused.code == "engine_error"
+    _, twice = head.run([entry([9], 4), entry([9], 4)])
+    assert isinstance(twice, ShardlineError) and "twice" in twice.message
+    head.close(0)
+    head.open(0)
+    assert [hidden_of(head, [entry([5, 6, 7], 0)]), hidden_of(head, [entry([8], 3)])] == expected
     assert head.kv_tokens(0) == 4
     found = hidden_of(head, [entry([9], 4)])
     head.open(1)

@@ -336,6 +336,9 @@ def test_token_ids_outside_of_the_vocabulary_are_refused(route):
         for tokens in ([wrong], [5, wrong, 5]):
             refused(head.run([entry(tokens, 0)]), "engine_error")
     assert head.kv_tokens(0) == 0
+    route.open(1)
+    good, wrong = head.run([entry([5], 0), entry([49152], 0, slot=1)])
+    assert not isinstance(good, Exception) and isinstance(wrong, ShardlineError), "the other entry goes on"
     # On the tail, ids pass by.
     result(tail.run([entry([1 << 30], 0, [rows(1)])]))
 

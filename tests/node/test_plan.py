@@ -15,6 +15,7 @@ from shardline.options import NodeOptions
 from shardline.settings import Settings
 from shardline.wire.messages import EngineInfo
 from shardline.wire.steps import TOKENS_ONLY
+from tests.support.gguf_models import small_model
 from tests.support.gguf_writer import LLAMA, gguf_bytes, llama_tensors
 
 
@@ -62,6 +63,18 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert facts.kv_reserve_bytes > 0
     halved = inspect_model(options(tmp_path, model, dtype="bfloat16"))
     assert halved.layer_bytes == [size // 2 for size in facts.layer_bytes]
+
+
+def test_where_llama_cpp_can_cut_is_told_and_kept_to(tmp_path: Path) -> None:
+    model = small_model(tmp_path, "qwen3next", 8).paths[0]
+    facts = inspect_model(options(tmp_path, model, "llama"))
+    assert facts.legal_cuts == [4, 5, 6]
+    assert facts.illegal_parts == [(4, 5), (4, 6), (5, 6)]
+    inspect_model(options(tmp_path, model, "llama", first=4, last=8))
+    with pytest.raises(ShardlineError) as caught:
+        inspect_model(options(tmp_path, model, "llama", first=4, last=6))
+    assert caught.value.code == "layers_invalid"
+    assert inspect_model(options(tmp_path, model)).illegal_parts is None
 
 
 def test_a_script(tmp_path: Path) -> None:

@@ -93,6 +93,18 @@ def test_small_nodes_continue_what_one_of_them_began() -> None:
     assert taken == [(0, 2), (2, 4), (4, 6)]
 
 
+def test_a_range_that_cannot_be_served_is_never_the_answer() -> None:
+    """Between legal cuts, but with too little in it for the engine."""
+    cannot = [(0, 4), (4, 8), (4, 6)]
+    free = request(45, legal_cuts=[4, 6, 8])
+    assert answer(free, holding("a", 6, 12)) == (0, 4)
+    assert answer(msgspec.structs.replace(free, illegal_parts=cannot), holding("a", 6, 12)) == (6, 8)
+    assert answer(request(65, legal_cuts=[4, 6, 8], illegal_parts=cannot), holding("a", 6, 12)) == (0, 6)
+    with pytest.raises(ShardlineError) as caught:
+        place(request(19, legal_cuts=[4, 6, 8], illegal_parts=[*cannot, (6, 8)]), [])
+    assert caught.value.details["needed_bytes"] == 47, "layers 8:12 are the smallest that can be"
+
+
 def test_nothing_fits_says_how_much_would() -> None:
     with pytest.raises(ShardlineError) as error:
         place(request(9), [])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 
 from shardline.errors import ShardlineError
 from shardline.formats.architectures import LlamaRules, llama_rules, of_gguf
@@ -87,8 +87,13 @@ class Cuts:
         return reason or self._dead_end(position)
 
     def positions(self) -> tuple[int, ...]:
-        """All legal positions, without 0 and the end. Two of them may still be too close to each other for a part."""
+        """All legal positions, without 0 and the end; not every two of them bound a part: see `illegal_parts`."""
         return tuple(p for p in range(1, self.n_layers) if self.position_reason(p) is None)
+
+    def illegal_parts(self) -> list[Part]:
+        """Parts between legal positions (or the ends) that cannot be, mostly because they are too short."""
+        edges = (0, *self.positions(), self.n_layers)
+        return [part for part in combinations(edges, 2) if self.part_reason(*part) is not None]
 
     def illegal(self) -> list[tuple[Part, str]]:
         """Runs of illegal positions [from, to) that have one reason."""
@@ -115,7 +120,7 @@ class Cuts:
         if self.rules.proof == "close" or (self.is_special() and self.rules.count_cure == "fold_q_norm"):
             found.append("a cut changes the last bits of the numbers, up to about 1e-4 of their size")
         if self.rules.single_session:
-            found.append("it serves one session at a time: for several llama.cpp would not compute its sparse attention")
+            found.append("it serves one session at a time: llama.cpp computes its sparse attention for no more")
         if self.context_switch is not None:
             found.append(
                 f"it computes otherwise with a context of more than {self.context_switch} tokens: "

@@ -208,14 +208,16 @@ class LlamaBackend:
         if len(entries) == 1:
             return [self._run_one(entries[0])]
         results: list[BackendOutput | Exception | None] = [None] * len(entries)
-        rows: list[_Row] = []
+        rows: dict[int, _Row] = {}
         for index, entry in enumerate(entries):
             try:
-                rows.append(_Row(index, self._check(entry), entry))
+                sequence = self._check(entry)
+                if sequence in rows:
+                    raise ShardlineError("engine_error", f"slot {entry.slot} stands in a batch twice")
+                rows[sequence] = _Row(index, sequence, entry)
             except ShardlineError as error:
                 results[index] = error
-        rows.sort(key=lambda row: row.sequence)
-        calls = self._calls(rows)
+        calls = self._calls([rows[sequence] for sequence in sorted(rows)])
         for call in calls:
             outputs = self._decode(call)
             for row, output in zip(call, outputs, strict=True):

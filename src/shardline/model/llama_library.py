@@ -183,7 +183,8 @@ class Log:
 
     def last_words(self, count: int = 3) -> str:
         """The last warnings and errors since `clear`, in one line; "" where there was none."""
-        return " | ".join([line for level, line in self._lines if level >= _WARNING][-count:])
+        lines = list(self._lines)  # another thread may be told something meanwhile
+        return " | ".join([line for level, line in lines if level >= _WARNING][-count:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import psutil
 from shardline.artifact.identity import content_id
 from shardline.errors import ShardlineError
 from shardline.formats import gguf_files, layers, memory, safetensors
-from shardline.formats.cuts import cuts_of
+from shardline.formats.cuts import Cuts, cuts_of
 from shardline.formats.shape import shape_of_config, shape_of_gguf
 from shardline.model.backend import ShardDescription
 from shardline.model.script import read_script
@@ -56,6 +56,8 @@ class ModelFacts:
     context_length: int | None = None
     legal_cuts: list[int] | None = None
     """Layers in front of which the engine can cut the model; None: all."""
+    illegal_parts: list[tuple[int, int]] | None = None
+    """Ranges between these that the engine cannot serve all the same."""
 
 
 def inspect_model(options: NodeOptions) -> ModelFacts:
@@ -95,7 +97,7 @@ def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
     cache = options.state_dir / "content-ids"
     wanted = _DTYPE_BYTES.get(options.dtype or "")
     stored = options.engine == "llama"
-    legal_cuts: list[int] | None = None
+    cuts: Cuts | None = None
     tensors: Mapping[str, layers.SizedTensor]
     if path.is_dir():
         if stored:
@@ -113,7 +115,9 @@ def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
         # llama.cpp computes from what is stored; PyTorch in float32 unless told otherwise, whatever it is stored in.
         tensors, element_bytes, name = model.tensors, None if stored else wanted or 4, _PART.sub("", path.stem)
         if stored:
-            legal_cuts = list(cuts_of(model.header).positions())
+            cuts = cuts_of(model.header)
+            if options.first is not None and options.last is not None:
+                cuts.check_part(options.first, options.last)
     weights = memory.weight_bytes(tensors, shape.n_layers, element_bytes=element_bytes)
     kv_element_bytes = _LLAMA_KV_ELEMENT_BYTES if stored else element_bytes or 4
     kv = memory.kv_bytes_per_token(shape, 0, shape.n_layers, element_bytes=kv_element_bytes) or 0
@@ -128,7 +132,8 @@ def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
         kv_reserve_bytes=kv * _KV_TOKENS_RESERVED,
         kv_bytes_per_token=kv,
         context_length=options.context_length or shape.context_length,
-        legal_cuts=legal_cuts,
+        legal_cuts=list(cuts.positions()) if cuts is not None else None,
+        illegal_parts=cuts.illegal_parts() if cuts is not None else None,
     )
 
 

@@ -26,6 +26,7 @@ _LIST_LIMITS = {
     "peers": PROBE_LIMIT,
     "layer_bytes": LAYER_LIMIT,
     "legal_cuts": LAYER_LIMIT + 1,
+    "illegal_parts": 4 * LAYER_LIMIT,
 }
 
 

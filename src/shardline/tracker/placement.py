@@ -169,15 +169,23 @@ class _Room:
         n = request.n_layers
         cuts = range(n + 1) if request.legal_cuts is None else sorted({0, n, *request.legal_cuts})
         self.cuts: Sequence[int] = list(cuts)
+        self.illegal = frozenset(request.illegal_parts or ())
 
     def bytes_of(self, first: int, last: int) -> int:
         return range_bytes(self.request, self.sums, first, last) + self.request.kv_reserve_bytes
 
     def fits(self, first: int, last: int) -> bool:
-        return first < last and self.bytes_of(first, last) <= self.available
+        return first < last and (first, last) not in self.illegal and self.bytes_of(first, last) <= self.available
 
     def cuts_within(self, first: int, last: int) -> list[int]:
         return [cut for cut in self.cuts if first <= cut <= last]
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """The shortest legal range that starts at each cut."""
+        for index, first in enumerate(self.cuts):
+            last = next((cut for cut in self.cuts[index + 1 :] if (first, cut) not in self.illegal), None)
+            if last is not None:
+                yield first, last
 
     def longest(self, first: int, last: int) -> int | None:
         """The furthest legal end of a range that starts at `first`, ends at or before `last`, and fits."""
@@ -286,8 +294,7 @@ def _reachable(steps: set[tuple[int, int]], start: int) -> set[int]:
 
 
 def _too_small(room: _Room) -> ShardlineError:
-    pieces = itertools.pairwise(room.cuts)
-    smallest = min(pieces, key=lambda piece: (room.bytes_of(*piece), piece))
+    smallest = min(room.pieces(), key=lambda piece: (room.bytes_of(*piece), piece))
     need = room.bytes_of(*smallest)
     return ShardlineError(
         "memory_insufficient",

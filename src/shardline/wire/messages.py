@@ -204,6 +204,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_bytes: int
     kv_reserve_bytes: int = 0
     legal_cuts: list[int] | None = None
+    illegal_parts: list[tuple[int, int]] | None = None
+    """Ranges between legal cuts that cannot be served all the same."""
     node: str | None = None
     """Who asks; asking again replaces the claim that the last answer left."""
     host: str | None = None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click.testing
+import psutil
 import pytest
 from cryptography import x509
 
@@ -139,6 +140,52 @@ def test_the_api_over_https_with_the_operators_certificate(desk: Desk) -> None:
     )
     with urllib.request.build_opener(urllib.request.HTTPSHandler(context=context)).open(asked, timeout=10) as answer:
         assert json.load(answer)["data"] == []
+
+
+def test_a_gateway_and_a_node_from_elsewhere_and_how_they_are_thrown_out(desk: Desk) -> None:
+    """Lines from files and from stdin, so that the list of processes shows no token."""
+    served = desk.start("first", "serve", "--listen", "127.0.0.1", "--port", "0", "--tracker-port", "0")
+    (line,) = desk.until(served, LINE)
+    (desk.folder / "line").write_text(line)
+    node = ("node", "--model", str(desk.script), "--engine", "scripted", "--inline")
+    joined = desk.start("second", *node, "--join", f"@{desk.folder / 'line'}")
+    desk.until(joined, "^node: ready$")
+    shown = psutil.Process(desk.running[-1].pid).cmdline()
+    assert not any(line.partition("#")[2][:22] in word for word in shown)
+
+    invited = shlex.split(desk.run("first", "invite", "--gateway").stdout)
+    assert invited[:3] == ["shardline", "gateway", "--join"]
+    wrong = desk.run("third", *node, "--join", invited[3])
+    assert wrong.returncode == 1 and "lets in a Gateway, not a Node" in wrong.stderr
+    started = desk.start("third", "gateway", "--port", "0", "--join", invited[3])
+    desk.until(started, "^gateway: ready$")
+    (url,) = desk.until(started, r"^gateway: listening on (http://\S+)$")
+    chat = desk.run("third", "chat", "-m", "x", "--gateway", url)
+    assert (chat.returncode, "alpha beta" in chat.stdout) == (0, True), chat.stderr
+
+    (listed,) = json.loads(desk.run("first", "nodes", "--json").stdout)["nodes"]
+    tracker = line.partition("/#")[0]
+    refused = desk.run("second", "expel", listed["id"], "--tracker", tracker)
+    assert refused.returncode == 1 and "only a command on the machine of the Tracker" in refused.stderr
+    assert "is named by its id" in desk.run("first", "expel", "node-1").stderr
+    assert "is out" in desk.run("first", "expel", listed["id"]).stdout
+    assert desk.running[1].wait(20) == 1
+    assert "has expelled this party" in joined.read_text()
+    assert "may come back" in desk.run("first", "expel", "--undo", listed["id"]).stdout
+    again = desk.start("second", *node, "--join", tracker)
+    desk.until(again, "^node: ready$")
+
+
+def test_plain_http_to_another_machine_is_asked_for(desk: Desk) -> None:
+    """Without a flag the credential does not leave; where there is none to ask, the command says so."""
+    for command in (("gateway", "--port", "0"), ("node", "--model", str(desk.script), "--engine", "scripted")):
+        done = desk.run("first", *command, "--tracker", "http://192.0.2.1:7070")
+        assert done.returncode == 2 and "plain HTTP shows the credential" in done.stderr
+    assert "expel" in desk.run("first", "--help").stdout
+    done = desk.run("first", "expel", "n-0123456789abcdef", "--tracker", "http://127.0.0.1:9")
+    assert done.returncode == 2 and "serve --listen" in done.stderr
+    done = desk.run("first", "nodes", "--tracker", "http://127.0.0.2.nip.invalid:9")
+    assert "reads the credential" in done.stderr
 
 
 def test_what_is_told_before_anything_starts(desk: Desk, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.cli.values import LayerRange, LayerRanges, Memory, check_cover, split_evenly
+from shardline.cli.values import JoinLine, LayerRange, LayerRanges, Memory, check_cover, split_evenly
 from shardline.errors import ShardlineError
 
 
@@ -71,3 +74,16 @@ def test_ranges_with_a_hole_are_refused(ranges: list[tuple[int, int]], words: st
 
 def test_ranges_may_overlap() -> None:
     check_cover([(0, 4), (0, 2), (2, 4)], 4)
+
+
+LINE = "https://10.0.0.1:7070/#token.pin"
+
+
+def test_a_line_from_where_nobody_else_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert JoinLine().convert(LINE, None, None) == LINE
+    (tmp_path / "line").write_text(f" {LINE}\nmore\n")
+    assert JoinLine().convert(f"@{tmp_path}/line", None, None) == LINE
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{LINE}\n"))
+    assert JoinLine().convert("-", None, None) == LINE
+    with pytest.raises(click.BadParameter, match="cannot be read"):
+        JoinLine().convert(f"@{tmp_path}/nothing", None, None)

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import base64
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import dsa, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_private_key
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
 
 from shardline.errors import ShardlineError
 from shardline.transport.authority import (
@@ -18,12 +22,15 @@ from shardline.transport.authority import (
     Authority,
     lifetime,
     new_key,
+    part_of,
+    party_of,
     pin_of,
     pinned_certificate,
     requested_key,
     signing_request,
     uri_of,
 )
+from shardline.wire.joining import Part
 
 NOW = 1_800_000_000.0
 NODE = "n-0123456789abcdef"
@@ -123,3 +130,47 @@ def test_files_that_hold_no_authority(tmp_path: Path) -> None:
     os.chmod(path, 0o600)
     with pytest.raises(ShardlineError, match="has expired"):
         Authority.made(path, NOW + 11 * 365 * 86400)
+
+
+def hostile_request(key: Any, *extensions: x509.ExtensionType, name: str = "tracker") -> str:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    builder = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=True)
+    return base64.b64encode(builder.sign(key, SHA256()).public_bytes(Encoding.DER)).decode()
+
+
+def test_what_a_request_asks_for_beside_its_key_is_not_given(tmp_path: Path) -> None:
+    """Foreign names, an authority of its own: the certificate says what the authority knows."""
+    own, key = authority(tmp_path), new_key()
+    request = hostile_request(
+        key,
+        x509.BasicConstraints(ca=True, path_length=None),
+        x509.SubjectAlternativeName([x509.UniformResourceIdentifier("shardline:tracker"), x509.DNSName("*")]),
+    )
+    pem = own.issue(requested_key(request), NODE, ["10.0.0.2"], now=NOW, seconds=60)
+    certificate = x509.load_pem_x509_certificate(pem)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == [f"shardline:node:{NODE}"]
+    assert names.get_values_for_type(x509.DNSName) == []
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert own.expired_at(pem.decode(), "tracker") is None
+
+
+@pytest.mark.parametrize("kind", ["rsa", "ed25519", "dsa"])
+def test_keys_of_other_kinds_are_refused(kind: str) -> None:
+    keys: dict[str, Callable[[], Any]] = {
+        "rsa": lambda: rsa.generate_private_key(65537, 1024),
+        "dsa": lambda: dsa.generate_private_key(1024),
+        "ed25519": ed25519.Ed25519PrivateKey.generate,
+    }
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    request = builder.sign(keys[kind](), None if kind == "ed25519" else SHA256())
+    with pytest.raises(ShardlineError, match="P-256"):
+        requested_key(base64.b64encode(request.public_bytes(Encoding.DER)).decode())
+
+
+def test_parties_of_one_identity() -> None:
+    for part in get_args(Part):
+        assert part_of(party_of(part, NODE)) == part
+    assert party_of("gateway", NODE) == "gateway-0123456789abcdef"

@@ -10,7 +10,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from shardline.errors import ShardlineError
-from shardline.transport.credentials import checked_credential, existing_credential, identity_key, made_credential
+from shardline.transport.credentials import (
+    SECRET_FILE_BYTES,
+    checked_credential,
+    existing_credential,
+    identity_key,
+    keep_secret,
+    kept_secret,
+    made_credential,
+)
 from shardline.wire.tickets import public_bytes
 
 
@@ -103,3 +111,13 @@ def test_files_that_hold_no_identity(tmp_path: Path) -> None:
         path.write_bytes(content)
         path.chmod(0o600)
         refusal(identity_key, path)
+
+
+def test_a_secret_that_is_too_large_is_not_read_in_part(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    keep_secret(path, b"x" * SECRET_FILE_BYTES)
+    assert len(kept_secret(path) or b"") == SECRET_FILE_BYTES
+    keep_secret(path, b"x" * (SECRET_FILE_BYTES + 1))
+    with pytest.raises(ShardlineError, match="larger than"):
+        kept_secret(path)
+    assert [found.name for found in tmp_path.iterdir()] == ["large"]

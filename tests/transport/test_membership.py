@@ -115,3 +115,41 @@ async def test_the_trackers_machine_renews_by_itself(tmp_path: Path) -> None:
             await asyncio.sleep(0.02)
     renewing.cancel()
     await asyncio.wait({renewing})
+
+
+async def test_a_party_without_heartbeats_renews_by_asking(tmp_path: Path) -> None:
+    own = authority(tmp_path)
+    asked: list[float] = []
+
+    def certificate(seconds: float) -> tuple[bytes, bytes]:
+        key = new_key()
+        pem = own.issue(key.public_key(), "gateway-1", [], now=time.time(), seconds=seconds)
+        return pem, key_pem(key)
+
+    pem, key = certificate(1.0)
+    membership = Membership(authority=own.certificate_pem, certificate=pem, key=key)
+
+    async def revive() -> None:
+        asked.append(time.time())
+        if len(asked) == 1:
+            raise ShardlineError("tracker_unreachable", "it is away")
+        if len(asked) == 3:
+            raise ShardlineError("join_refused", "no more")
+        pem, key = certificate(1.0)
+        membership.replaced(pem.decode(), key)
+
+    membership.revive = revive
+    async with asyncio.timeout(10):
+        with pytest.raises(ShardlineError, match="no more"):
+            await membership.renew()
+    assert len(asked) == 3
+
+
+def test_what_is_no_certificate_changes_nothing(tmp_path: Path) -> None:
+    own, key = authority(tmp_path), new_key()
+    pem = own.issue(key.public_key(), "n-0123456789abcdef", [], now=time.time(), seconds=60)
+    membership = Membership(authority=own.certificate_pem, certificate=pem, key=key_pem(key))
+    until = membership.until
+    with pytest.raises(ShardlineError) as caught:
+        membership.replaced("junk", key_pem(key))
+    assert caught.value.code == "internal" and membership.until == until

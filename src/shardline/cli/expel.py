@@ -1,6 +1,7 @@
 """`shardline expel`: throw a Node or a Gateway out of a cluster with keys.
 
-It asks the Tracker that runs, as the operator that whoever owns its state folder is. Shown by tests/cli/test_expel.py.
+It asks the Tracker that runs, as the operator that whoever owns its state folder is. Shown by
+tests/cli/test_invite.py.
 """
 
 from __future__ import annotations

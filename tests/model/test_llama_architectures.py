@@ -189,6 +189,22 @@ def test_forks_of_long_prefixes_leave_room_for_others(tmp_path, cuts):
     route.close()
 
 
+def test_rotation_that_follows_the_size_of_the_buffer_is_part_of_the_engine_class(tmp_path):
+    """phi3 has factors for short and for long contexts, and the library chooses by the cells of all sequences: parts
+    that chose otherwise must not meet in a route."""
+    classes = {}
+    for size in (256, 512):
+        answers = []
+        for cuts in ((), (3, 6)):
+            route = TinyRoute(BY_NAME["phi3"], tmp_path, cuts, kv_tokens=size)
+            classes.setdefault(size, set()).update(shard.describe().engine.engine_class for shard in route.shards)
+            route.open(0)
+            answers.append(route.run([(0, 0, tuple(range(5, 45)))]))
+            route.close()
+        assert np.array_equal(*answers)
+    assert [name.rpartition("/")[2] for size in (256, 512) for name in classes[size]] == ["rope-short", "rope-long"]
+
+
 def test_sparse_attention_has_one_session_at_a_time(tmp_path):
     """For several the library would compute dense attention, and say so in its log alone."""
     model = BY_NAME["minimax-m3"]

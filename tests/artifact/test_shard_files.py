@@ -393,3 +393,15 @@ def test_a_given_name_is_written_as_safely(model: GGUFModel, tmp_path: Path) -> 
     write_plan(plan, model, path)
     assert path.stat().st_size == plan.nbytes
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "part.gguf"]
+
+
+def test_a_link_under_the_temporary_name_is_not_followed(model: GGUFModel, tmp_path: Path) -> None:
+    """Folders that many may write to: the name can be guessed."""
+    other = tmp_path / "other"
+    other.write_text("precious")
+    path = tmp_path / "part.gguf"
+    (tmp_path / f"part.gguf.{os.getpid()}.part").symlink_to(other)
+    with pytest.raises(ShardlineError) as caught:
+        write_plan(plan_shard(model, 0, 4, content_id=CONTENT_ID), model, path)
+    assert caught.value.code == "state_unwritable"
+    assert other.read_text() == "precious" and not path.exists()

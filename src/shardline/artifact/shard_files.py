@@ -147,7 +147,7 @@ class _Steps:
 def _write(plan: ShardPlan, model: GGUFModel, part: Path, steps: _Steps) -> None:
     with contextlib.ExitStack() as stack:
         sources = _Sources(model, stack)
-        target = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        target = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         stack.callback(os.close, target)
         _put(target, plan.header, 0)
         position = len(plan.header)

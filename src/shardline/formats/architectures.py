@@ -15,10 +15,8 @@ from shardline.errors import ShardlineError
 
 Torch = Literal["supported", "refused", "untried"]
 Rollback = Literal["exact", "within_window", "never"]
-
-
 Proof = Literal["exact", "close", "unproven", "refused"]
-Tap = Literal["layer_inp", "nextn", "layer_end"]
+Tap = Literal["nextn", "layer_end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,8 @@ class LlamaRules:
     residual: str = "l_out-{last}"
     """Name of the graph's tensor that is the output of layer `last`, before any norm."""
     taps: tuple[Tap, ...] = ()
-    """Cheaper ways out than that tensor. layer_inp: the input of each layer. layer_end: that of the layer behind the
-    last too. nextn: the output of the last layer."""
+    """Other ways out than that tensor, by a buffer of the library's own. layer_end: the input of the layer behind the
+    last. nextn: what is kept for a head that predicts further tokens."""
     align: int = 1
     """Layers come in groups of so many, told by their number: cut between groups only."""
     align_windowed: bool = False
@@ -151,10 +149,9 @@ def _whole_only(name: str, reason: str, model_types: str = "", *, rollback: Roll
 
 
 _PLAIN = LlamaRules()
-_LAYERED = LlamaRules(taps=("layer_inp",))
 _OUTPUT = LlamaRules(output_required=True)
 _SCALED = LlamaRules(embedding="key")
-_INTERVAL = LlamaRules(taps=("layer_inp",), recurrent="interval")
+_INTERVAL = LlamaRules(recurrent="interval")
 _MIXED = LlamaRules(recurrent="no_kv_heads")
 _GEMMA = LlamaRules("close", embedding="sqrt_width_always")
 _DEEPSEEK = LlamaRules(counts=((26, None), (27, None), (48, 128_256)), count_cure="no_q_lora", gating_default=True)
@@ -166,13 +163,11 @@ _NUMBERED = "its layers compute from their number and the number of all"
 
 ROWS: tuple[Architecture, ...] = (
     # Proven on the PyTorch engine.
-    Architecture("llama", ("llama",), ("llama",), torch="supported", llama=_LAYERED),
+    Architecture("llama", ("llama",), ("llama",), torch="supported", llama=_PLAIN),
     Architecture("mistral", (), ("mistral",), torch="supported", rollback="within_window"),
     Architecture("qwen2", ("qwen2",), ("qwen2",), torch="supported", rollback="within_window", llama=_PLAIN),
-    Architecture("qwen3", ("qwen3",), ("qwen3",), torch="supported", rollback="within_window", llama=_LAYERED),
-    Architecture(
-        "qwen3moe", ("qwen3moe",), ("qwen3_moe",), torch="supported", rollback="within_window", llama=_LAYERED
-    ),
+    Architecture("qwen3", ("qwen3",), ("qwen3",), torch="supported", rollback="within_window", llama=_PLAIN),
+    Architecture("qwen3moe", ("qwen3moe",), ("qwen3_moe",), torch="supported", rollback="within_window", llama=_PLAIN),
     Architecture(
         "gemma3",
         ("gemma3",),
@@ -190,7 +185,7 @@ ROWS: tuple[Architecture, ...] = (
         ("gpt_oss",),
         torch="supported",
         rollback="within_window",
-        llama=LlamaRules(taps=("layer_inp", "nextn"), window=Window(2), output_required=True),
+        llama=LlamaRules(taps=("nextn",), window=Window(2), output_required=True),
     ),
     Architecture("deepseek3", ("deepseek2",), ("deepseek_v3",), torch="supported", llama=_DEEPSEEK),
     # May be tried, with something to know.
@@ -212,7 +207,7 @@ ROWS: tuple[Architecture, ...] = (
     _recurrent("qwen3next", "qwen3next", "qwen3_next", _INTERVAL),
     _recurrent("mamba", "mamba mamba2", "mamba mamba2 falcon_mamba", _PLAIN),
     _recurrent("jamba", "jamba", "jamba", _MIXED),
-    _recurrent("lfm2", "lfm2 lfm2moe", "lfm2 lfm2_moe", LlamaRules(taps=("layer_inp",), recurrent="no_kv_heads")),
+    _recurrent("lfm2", "lfm2 lfm2moe", "lfm2 lfm2_moe", _MIXED),
     _recurrent("falcon-h1", "falcon-h1", "falcon_h1", _PLAIN),
     _recurrent(
         "granitehybrid",
@@ -224,12 +219,10 @@ ROWS: tuple[Architecture, ...] = (
         "nemotron-h",
         "nemotron_h nemotron_h_moe",
         "nemotron_h",
-        LlamaRules(
-            residual="nemotron_h_block_out-{last}", taps=("layer_inp", "layer_end"), recurrent="no_kv_heads_no_ffn"
-        ),
+        LlamaRules(residual="nemotron_h_block_out-{last}", taps=("layer_end",), recurrent="no_kv_heads_no_ffn"),
     ),
     _recurrent("kimi-linear", "kimi-linear", "kimi_linear", LlamaRules(recurrent="no_kv_heads", output_required=True)),
-    _recurrent("bailingmoe3", "bailingmoe3", "", LlamaRules(taps=("layer_inp",), recurrent="no_kv_heads")),
+    _recurrent("bailingmoe3", "bailingmoe3", "", _MIXED),
     _recurrent("minimax", "minimax-01", "minimax", LlamaRules("refused", _NUMBERED)),
     _recurrent("olmo-hybrid", "", "olmo_hybrid"),
     _recurrent("recurrent-gemma", "", "recurrent_gemma"),
@@ -264,7 +257,6 @@ ROWS: tuple[Architecture, ...] = (
     _untried(
         "gemma4",
         LlamaRules(
-            taps=("layer_inp",),
             window=Window(),
             embedding="sqrt_width",
             rope_freqs_full=True,
@@ -278,7 +270,7 @@ ROWS: tuple[Architecture, ...] = (
     _untried("deepseek32", _PLAIN),
     _untried("glm4moe", LlamaRules(sections="write"), "glm4_moe"),
     _untried("glm-dsa", LlamaRules(indexers=True)),
-    _untried("minimax-m2", LlamaRules(taps=("layer_inp",), output_required=True), "minimax_m2"),
+    _untried("minimax-m2", _OUTPUT, "minimax_m2"),
     _untried(
         "minimax-m3",
         LlamaRules(sparse_layer=True, single_session=True, output_required=True),
@@ -305,13 +297,13 @@ ROWS: tuple[Architecture, ...] = (
     ),
     _untried(
         "mimo2",
-        LlamaRules(taps=("layer_inp", "nextn", "layer_end"), window=Window(), output_required=True),
+        LlamaRules(taps=("nextn", "layer_end"), window=Window(), output_required=True),
         rollback="within_window",
     ),
     _untried("hy_v3", _PLAIN),
     _untried("hunyuan-moe", _PLAIN, "hunyuan_v1_moe"),
     _untried("hunyuan-dense", _PLAIN, "hunyuan_v1_dense"),
-    _untried("hunyuan_vl", _LAYERED),
+    _untried("hunyuan_vl", _PLAIN),
     _untried("dots1", _OUTPUT, "dots1"),
     _untried("bailingmoe2", _OUTPUT),
     _untried("seed_oss", _PLAIN, "seed_oss"),
@@ -339,7 +331,7 @@ ROWS: tuple[Architecture, ...] = (
     _untried("glm4", LlamaRules(sections="need"), "glm4"),
     _untried(
         "nanbeige",
-        LlamaRules(taps=("layer_inp",), zero_keys=("num_loops",), zero_reason="its layers run several times over"),
+        LlamaRules(zero_keys=("num_loops",), zero_reason="its layers run several times over"),
     ),
     *(
         _untried(name, _PLAIN)

@@ -197,6 +197,7 @@ def test_what_is_told_before_anything_starts(desk: Desk, tmp_path: Path) -> None
         ((*node, "--join", f"https://127.0.0.1:9/#{'t' * 22}.{pin}", "--tracker", "http://x:1"), 2, "leave --tracker"),
         ((*node, "--join", f"https://127.0.0.1:9/#{'t' * 22}.{pin}"), 1, "did not answer"),
         ((*node, "--join", "https://127.0.0.1:9/"), 1, "needs its token"),
+        ((*node, "--tracker", "https://127.0.0.1:9"), 2, "joins by a line"),
         (("gateway", "--tls-cert", str(desk.script)), 2, "go together"),
         (("gateway", "--tls-cert", str(desk.script), "--tls-key", str(desk.script)), 2, "no certificate chain"),
         (("gateway", "--tracker", "https://127.0.0.1:9", "--port", "0"), 2, "as shardline serve does"),

@@ -27,7 +27,7 @@ from shardline.node.plan import ModelFacts, inspect_model, kv_capacity
 from shardline.node.presence import Presence
 from shardline.options import NodeOptions
 from shardline.settings import Settings
-from shardline.transport.addresses import advertised_url
+from shardline.transport.addresses import advertised_url, split_url
 from shardline.transport.carrier import HttpCarrier
 from shardline.transport.credentials import identity_key
 from shardline.transport.failures import HttpFailure, OwnLack
@@ -49,6 +49,7 @@ async def run(options: NodeOptions) -> None:
     """Serve one Shard until cancelled. Raises `ShardlineError` for what its operator must correct."""
     if options.join is None:
         check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
+        _check_no_keys(options.tracker_url)
         check_tracker(options.tracker_url, insecure_plain_http=options.insecure_plain_http)
         warn_of_plain_http(options.host)
     sock = bind(options.host, options.port)
@@ -66,6 +67,17 @@ async def run(options: NodeOptions) -> None:
             await _run(known, sock, member.key, member.membership)
     finally:
         sock.close()
+
+
+def _check_no_keys(tracker_url: str) -> None:
+    """A Tracker with keys would refuse this Node for as long as it asks."""
+    if split_url(tracker_url).scheme == "https":
+        raise ShardlineError(
+            "setting_invalid",
+            f"{tracker_url} is of a cluster with keys, which a Node joins by a line",
+            advice="Ask for one, on the machine of the Tracker: shardline invite. Then: shardline node --join 'LINE'",
+            param="tracker",
+        )
 
 
 async def _run(

@@ -74,8 +74,15 @@ def joined_folders(state_dir: Path, tracker: str, part: Part | None = None) -> l
             log.warning("membership_unreadable", reason=error.message)
             continue
         if kept is not None and kept.tracker == tracker and part in (None, part_of(kept.node)):
-            found.append((lifetime(kept.certificate.encode())[0], folder))
+            found.append((_start_of(kept), folder))
     return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def _start_of(kept: Kept) -> float:
+    try:
+        return lifetime(kept.certificate.encode())[0]
+    except ValueError:
+        return 0.0
 
 
 def held(folder: Path) -> BinaryIO | None:

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("llama_cpp")
 
 from shardline.errors import ShardlineError
+from shardline.model import llama_shard
 from tests.support.llama_route import entry, hidden_of
 from tests.support.llama_tiny import TinyRoute
 from tests.support.tiny_models import BY_NAME, WINDOW
@@ -205,7 +206,7 @@ def test_rotation_that_follows_the_size_of_the_buffer_is_part_of_the_engine_clas
     assert [name.rpartition("/")[2] for size in (256, 512) for name in classes[size]] == ["rope-short", "rope-long"]
 
 
-def test_sparse_attention_has_one_session_at_a_time(tmp_path):
+def test_sparse_attention_has_one_session_at_a_time(tmp_path, monkeypatch):
     """For several the library would compute dense attention, and say so in its log alone."""
     model = BY_NAME["minimax-m3"]
     with pytest.raises(ShardlineError) as caught:
@@ -223,3 +224,8 @@ def test_sparse_attention_has_one_session_at_a_time(tmp_path):
         route.close()
     for prefill, decode in answers[1:]:
         assert np.array_equal(prefill, answers[0][0]) and np.array_equal(decode, answers[0][1])
+    monkeypatch.setattr(llama_shard._Making, "_sessions", lambda making: 2)
+    dense = TinyRoute(model, tmp_path, sessions=None)
+    dense.open(0)
+    assert np.abs(dense.run([(0, 0, tuple(range(5, 45)))]) - answers[0][0]).max() > 1e-3
+    dense.close()

@@ -47,7 +47,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
     "--layers", "ranges", type=LayerRanges(), multiple=True, help="Layers of each Node of one route [default: even]."
 )
 @click.option("--streams", type=Counts(), default="1,8", show_default=True, help="Streams at a time.")
-@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="Medians are of so many.")
 @click.option("--tokens", type=click.IntRange(8, 4096), default=64, show_default=True, help="Decoded a stream and run.")
 @click.option("--prompt", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens in front of them.")
 @click.option(
@@ -60,7 +60,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
 @click.option("--torch", is_flag=True, help="The PyTorch engine on 2 Nodes, too.")
 @click.option("--json", "as_json", is_flag=True, help="All figures, and the report in them, as JSON.")
 def bench(model: Path, as_json: bool, **flags: Any) -> None:
-    """Measure routes of Nodes against unsplit llama.cpp on this machine.
+    """Measure Nodes against unsplit llama.cpp.
 
     All stand ready side by side and take turns. One stream: each Node, and the unsplit run, have --threads. Several
     streams, and prefill: the unsplit run has as many threads as all Nodes together. The report is Markdown.

@@ -11,7 +11,7 @@ from shardline.errors import ShardlineError
 from shardline.model import llama_shard
 from tests.support.llama_route import entry, hidden_of
 from tests.support.llama_tiny import TinyRoute
-from tests.support.tiny_models import BY_NAME, WINDOW
+from tests.support.tiny_models import BY_NAME, WINDOW, TinyModel
 
 pytestmark = pytest.mark.llama
 
@@ -229,3 +229,18 @@ def test_sparse_attention_has_one_session_at_a_time(tmp_path, monkeypatch):
     dense.open(0)
     assert np.abs(dense.run([(0, 0, tuple(range(5, 45)))]) - answers[0][0]).max() > 1e-3
     dense.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "reason"),
+    [
+        ("dream", {}, "keeps nothing"),
+        ("llada", {}, "keeps nothing"),
+        ("t5", {"attention.relative_buckets_count": 8, "decoder_start_token_id": 0}, "has an encoder"),
+    ],
+)
+def test_models_that_do_not_write_token_by_token_are_refused(tmp_path, architecture, keys, reason):
+    """The library would end the process at the first text."""
+    with pytest.raises(ShardlineError, match=reason) as caught:
+        TinyRoute(TinyModel(architecture, architecture, keys), tmp_path)
+    assert caught.value.code == "architecture_unsupported"

@@ -108,9 +108,12 @@ class LlamaContext:
 
     def __init__(self, library: LlamaLibrary, model: LlamaModel, plan: ContextPlan, tap: Tap | None) -> None:
         """Raises `engine_out_of_memory` where the library finds no memory, `architecture_unsupported` where the tap
-        finds no residual, `engine_error` for anything else."""
+        finds no residual or the model is no decoder (the library would end the process at its first text),
+        `engine_error` for anything else."""
         self._library = library
         self._tap = tap
+        if library.c.llama_model_has_encoder(model.pointer):
+            raise _no_decoder("it has an encoder")
         params = _params(library.structs, plan)
         if tap is not None:
             tap.prepare(params)
@@ -120,6 +123,8 @@ class LlamaContext:
             if not self.pointer:
                 raise load_fault(library, "engine_error", "llama.cpp makes no context for this Shard")
             self.memory: int = library.c.llama_get_memory(self.pointer)
+            if not self.memory:
+                raise _no_decoder("it keeps nothing of a text, as models do that embed or diffuse")
             self.kv_tokens: int = library.c.llama_n_ctx(self.pointer)
             if tap is not None:
                 tap.attach(self.pointer)
@@ -133,6 +138,10 @@ class LlamaContext:
             self.pointer = None
         if self._tap is not None:
             self._tap.close()
+
+
+def _no_decoder(why: str) -> ShardlineError:
+    return ShardlineError("architecture_unsupported", f"the model does not write a text token by token: {why}")
 
 
 def _params(structs: Any, plan: ContextPlan) -> Any:

@@ -1,0 +1,411 @@
+"""Fetching pieces into the store, from several sources at once, whoever they are.
+
+Owns the tasks: bounded requests to each source, every piece checked as it comes, commits in batches, what happens when
+a source lies, fails or is slow, when the disk is full, and when another process fetches the same. Which piece is asked
+of whom is fetch_plan.py's; how a source is reached is the sources' own. Cancel `run` at any time: checked pieces stay.
+Shown by tests/artifact/test_fetch.py and test_fetch_killed.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import structlog
+
+from shardline.artifact.fetch_plan import RUN_BYTES, FetchPlan, Row, Run
+from shardline.artifact.piece_writer import PieceWriter
+from shardline.artifact.scrub import recover
+from shardline.artifact.sources import Rate, Source, SourceAccount, State
+from shardline.artifact.store import StoredArtifact, Wanted
+from shardline.errors import ShardlineError
+from shardline.wire.bitmap import Pieces
+
+COMMIT_BYTES = 64 << 20
+COMMIT_S = 1.0
+"""What was written is held after at most so many bytes or seconds: the most that a killed process fetches again."""
+TICK_S = 0.25
+OFFER_S = 2.0
+"""Sources fetch, too: one that had not all pieces is asked again so often."""
+STALL_S = 20.0
+"""Nobody has what is missing for so long: the fetch fails."""
+ELSEWHERE = 10
+"""So many times longer, where another process of this machine says that it fetches it."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceProgress:
+    """One source, for people and APIs."""
+
+    name: str
+    state: State
+    fetched_bytes: int
+    bytes_per_s: float
+    reason: str | None
+    bad_pieces: tuple[tuple[int, int], ...]
+    """(file, piece) that it gave wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchProgress:
+    """How far a fetch is."""
+
+    state: Literal["fetching", "paused", "done"]
+    """`paused`: the disk is full."""
+    done_bytes: int
+    """Of `total_bytes`, those that were there before included."""
+    total_bytes: int
+    fetched_bytes: int
+    """Through this fetch, from all sources."""
+    bytes_per_s: float
+    seconds_left: float | None
+    """None: not known."""
+    sources: tuple[SourceProgress, ...]
+
+
+class Fetch:
+    """One fetch of some pieces of one artifact. Add sources before it runs or while it does."""
+
+    def __init__(
+        self,
+        artifact: StoredArtifact,
+        wanted: Wanted,
+        *,
+        connections: int,
+        space_wait_s: float = 0.0,
+        stall_s: float = STALL_S,
+        progress: Callable[[FetchProgress], None] | None = None,
+    ) -> None:
+        """`connections`: requests to one source at a time. `space_wait_s`: a full disk is waited for so long."""
+        self.artifact = artifact
+        self.writer = PieceWriter(artifact)
+        self._row = Row(file.count for file in artifact.files)
+        self._wanted = self._row.joined({n: Pieces.of(artifact.files[n].count, p) for n, p in wanted.items()})
+        self._piece_bytes = artifact.bundle.manifest.piece_length
+        self._plan = FetchPlan(self._row, self._wanted, self._piece_bytes)
+        self._connections = connections
+        self._space_wait_s = space_wait_s
+        self._stall_s = stall_s
+        self._progress = progress
+        self._accounts: list[SourceAccount] = []
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._over = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._batch = asyncio.Event()
+        self._room = asyncio.Lock()
+        self._failure: ShardlineError | None = None
+        self._paused = False
+        self._rate: Rate | None = None
+        self._last_news = 0.0
+
+    def add(self, source: Source) -> None:
+        """One more source; call it on the loop that runs the fetch."""
+        account = SourceAccount(source, Rate(_now()), run_bytes=max(RUN_BYTES[0], self._piece_bytes))
+        self._accounts.append(account)
+        if self._group is not None and not self._over.is_set():
+            self._tasks.append(self._group.create_task(self._serve(account)))
+
+    async def run(self) -> FetchProgress:
+        """Returns when all wanted pieces are held.
+
+        Errors: `disk_full` (before the first byte, or when it gets full and stays so), `state_unwritable`;
+        `artifact_unavailable` where no source is left that has what is missing.
+        """
+        await asyncio.to_thread(self._prepare)
+        self._rate = Rate(_now())
+        self._last_news = _now()
+        try:
+            if self._plan.missing:
+                async with asyncio.TaskGroup() as group:
+                    self._group = group
+                    self._tasks += [group.create_task(self._serve(account)) for account in self._accounts]
+                    self._tasks += [group.create_task(self._commit_often()), group.create_task(self._watch())]
+                    await self._over.wait()
+                    for task in self._tasks:
+                        task.cancel()
+        finally:
+            self._group = None
+            self._over.set()
+            try:
+                await asyncio.to_thread(self.writer.finish)
+            except ShardlineError as error:
+                log.warning("fetch_not_committed", reason=error.message)
+                self._fail(error)
+        if self._failure is not None:
+            raise self._failure
+        self._tell()
+        return self.progress()
+
+    async def delivered(self, number: int, pieces: Pieces) -> list[int]:
+        """Another program has written these pieces into the data file: the numbers of those that do not lie there."""
+        bad = await self._guarded(self.writer.confirm, number, pieces)
+        self._brought(number, pieces - Pieces.of(pieces.count, bad or ()))
+        return bad or []
+
+    def progress(self) -> FetchProgress:
+        """How far it is now."""
+        now = _now()
+        total, missing = self._bytes(self._wanted), self._bytes(self._plan.missing)
+        rate = 0.0 if self._rate is None else self._rate.per_s(now)
+        return FetchProgress(
+            state="paused" if self._paused else "fetching" if self._plan.missing else "done",
+            done_bytes=total - missing,
+            total_bytes=total,
+            fetched_bytes=sum(account.fetched_bytes for account in self._accounts),
+            bytes_per_s=rate,
+            seconds_left=missing / rate if rate > 0 else None,
+            sources=tuple(_shown(account, now) for account in self._accounts),
+        )
+
+    # Beginning and end.
+
+    def _prepare(self) -> None:
+        """What is there already, and whether the rest fits. Blocking."""
+        for file in self.artifact.files:
+            recover(file)
+        self._plan.brought(self._row.joined(self.artifact.held()))
+        self.artifact.store.check_space(self._bytes(self._plan.missing))
+
+    def _fail(self, error: ShardlineError) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._over.set()
+
+    def _brought(self, number: int, pieces: Pieces) -> None:
+        self._plan.brought(self._row.of_file(number, pieces))
+        self._last_news = _now()
+        self._wake()
+        if not self._plan.missing:
+            self._over.set()
+
+    def _wake(self) -> None:
+        """Whoever waits for a piece looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # One source.
+
+    async def _serve(self, account: SourceAccount) -> None:
+        while account.state == "active" and account.offered is None:
+            await self._ask_offer(account)
+        if account.state == "active":
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._connections):
+                    group.create_task(self._work(account))
+                group.create_task(self._renew(account))
+        self._wake()
+
+    async def _ask_offer(self, account: SourceAccount) -> None:
+        try:
+            offer = await account.source.offer()
+        except ShardlineError as error:
+            await self._failed(account, error)
+            return
+        account.offered = Pieces.all(self._row.count) if offer is None else self._row.joined(offer)
+        self._wake()
+
+    async def _renew(self, account: SourceAccount) -> None:
+        while account.state == "active" and account.offered is not None and (self._wanted - account.offered):
+            await asyncio.sleep(OFFER_S)
+            if self._plan.missing - account.offered:
+                await self._ask_offer(account)
+
+    async def _work(self, account: SourceAccount) -> None:
+        """One request after the other."""
+        while account.state == "active" and self._plan.missing:
+            run = self._next(account)
+            if run is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S):
+                        await self._changed.wait()
+                continue
+            pause = None
+            try:
+                pause = await self._fetch(account, run)
+            finally:
+                self._end(run)
+            if pause is not None:
+                await asyncio.sleep(pause)
+
+    def _next(self, account: SourceAccount) -> Run | None:
+        while (run := self._plan.take(account, self._accounts, _now())) is not None:
+            if run.second:
+                return run
+            end = self.artifact.claims.take(run.first, run.end)
+            if end < run.end:
+                self._plan.shorten(run, end)
+            if end == run.first:
+                continue
+            # Between our last look and the claim, another process may have brought it.
+            here = self._row.of_file(run.file, self.artifact.files[run.file].held())
+            here &= Pieces.span(self._row.count, run.first, run.end)
+            if not here:
+                return run
+            self._plan.brought(here)
+            self._end(run)
+        return None
+
+    def _end(self, run: Run) -> None:
+        self._plan.ended(run)
+        if not run.second:
+            self.artifact.claims.give(run.first, run.end)
+        self._wake()
+
+    async def _fetch(self, account: SourceAccount, run: Run) -> float | None:
+        """Ask for a run, and store it. How long to leave the source alone, where it failed."""
+        number, first = self._row.split(run)
+        tree = self.artifact.files[number].tree
+        start, end = tree.piece_range(first)[0], tree.piece_range(first + run.end - run.first - 1)[1]
+        began = _now()
+        try:
+            data = await account.source.read(number, start, end)
+            if len(data) != end - start:
+                raise ShardlineError("source_failed", f"it gave {len(data)} of {end - start} bytes")
+        except ShardlineError as error:
+            if error.code == "artifact_incomplete" and account.offered is not None:
+                # It had them, and has found them damaged since: they are not asked of it before its next offer.
+                account.offered -= Pieces.span(self._row.count, run.first, run.end)
+                return TICK_S
+            account.run_bytes = 0
+            return self._note_failure(account, error)
+        bad = await self._guarded(self.writer.put, number, first, data)
+        if bad is None:
+            return None
+        self._plan.paced(account, _now() - began)
+        wrong = sum(tree.piece_range(piece)[1] - tree.piece_range(piece)[0] for piece in bad)
+        account.gave(_now(), end - start - wrong)
+        if self._rate is not None:
+            self._rate.add(_now(), end - start - wrong)
+        if bad:
+            account.gave_wrong(number, bad)
+            log.warning("source_banned", source=account.source.name, file=number, pieces=bad[:8])
+        count = self.artifact.files[number].count
+        self._brought(number, Pieces.span(count, first, first + run.end - run.first) - Pieces.of(count, bad))
+        if self.writer.uncommitted_bytes >= COMMIT_BYTES:
+            self._batch.set()
+        return None
+
+    async def _failed(self, account: SourceAccount, error: ShardlineError) -> None:
+        pause = self._note_failure(account, error)
+        if pause is not None:
+            await asyncio.sleep(pause)
+
+    def _note_failure(self, account: SourceAccount, error: ShardlineError) -> float | None:
+        pause = account.failed(error)
+        level = "source_given_up" if pause is None else "source_failed"
+        log.warning(level, source=account.source.name, reason=error.message)
+        return pause
+
+    # The disk.
+
+    async def _guarded(self, call: Callable[..., list[int]], *args: object) -> list[int] | None:
+        """Carry out something that writes; where the disk is full, wait for room and do it again. None: it failed."""
+        while True:
+            try:
+                return await asyncio.to_thread(call, *args)
+            except ShardlineError as error:
+                if error.code != "disk_full" or not await self._wait_for_room():
+                    self._fail(error)
+                    return None
+
+    async def _wait_for_room(self) -> bool:
+        """Whether there is room for what is missing, at the latest after `space_wait_s`."""
+        async with self._room:
+            needed = self._bytes(self._plan.missing)
+            deadline = _now() + self._space_wait_s
+            while not self._over.is_set():
+                free = await asyncio.to_thread(self.artifact.store.free_bytes)
+                if free >= needed:
+                    return True
+                if _now() >= deadline:
+                    return False
+                with self._pausing(needed, free):
+                    await asyncio.sleep(TICK_S)
+            return False
+
+    @contextlib.contextmanager
+    def _pausing(self, needed: int, free: int) -> Iterator[None]:
+        if not self._paused:
+            log.warning("fetch_paused", reason="the disk of the store is full", needed_bytes=needed, free_bytes=free)
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self._last_news = _now()
+
+    async def _commit_often(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(COMMIT_S):
+                    await self._batch.wait()
+            self._batch.clear()
+            if self.writer.uncommitted_bytes:
+                await self._guarded(self._commit)
+
+    def _commit(self) -> list[int]:
+        self.writer.commit()
+        return []
+
+    # Watching.
+
+    async def _watch(self) -> None:
+        """Look what other processes have brought, tell how far it is, and see when nothing can come any more."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            news = self._row.joined(self.artifact.held()) & self._plan.missing
+            if news:
+                self._plan.brought(news)
+                self._last_news = _now()
+            if not self._plan.missing:
+                self._over.set()
+            if self._plan.running:
+                self._last_news = _now()
+            patience = self._stall_s * (ELSEWHERE if self._plan.elsewhere else 1)
+            self._plan.look_again()
+            self._wake()
+            self._tell()
+            no_one = not self._plan.elsewhere and all(account.state != "active" for account in self._accounts)
+            if self._plan.missing and (no_one or _now() - self._last_news > patience):
+                self._fail(self._unavailable())
+
+    def _unavailable(self) -> ShardlineError:
+        missing = self._bytes(self._plan.missing)
+        reasons = [f"{a.source.name}: {a.reason or 'does not have them'}" for a in self._accounts]
+        why = "; ".join(reasons[:8]) or "no source is known"
+        message = f"{len(self._plan.missing)} pieces ({missing} bytes) are missing, and nobody gives them: {why}"
+        return ShardlineError("artifact_unavailable", message[:2000], missing_bytes=missing)
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(self.progress())
+
+    def _bytes(self, pieces: Pieces) -> int:
+        starts = self._row.starts
+        by_file = {}
+        for number, file in enumerate(self.artifact.files):
+            some = (pieces.bits >> starts[number]) & ((1 << file.count) - 1)
+            if some:
+                by_file[number] = Pieces(file.count, some)
+        return self.artifact.bytes_of(by_file)
+
+
+def _shown(account: SourceAccount, now: float) -> SourceProgress:
+    return SourceProgress(
+        name=account.source.name,
+        state=account.state,
+        fetched_bytes=account.fetched_bytes,
+        bytes_per_s=account.rate.per_s(now),
+        reason=account.reason,
+        bad_pieces=tuple(account.bad_pieces),
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

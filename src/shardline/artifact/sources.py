@@ -1,0 +1,105 @@
+"""What a fetch wants of a source of pieces, and the account that is kept of each.
+
+Owns the contract (whoever delivers bytes implements `Source`: Nodes and web seeds in transport/) and when a source is
+done with: banned for one wrong piece, given up after failures in a row. No I/O. Shown by tests/artifact/test_fetch.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from shardline.errors import ShardlineError
+from shardline.wire.bitmap import Pieces
+
+FAILURES_LIMIT = 4
+"""So many failures in a row, and a source is given up."""
+_BACKOFF_S = (0.25, 1.0, 3.0)
+_BUSY_S = 1.0
+_WINDOW_S = 5.0
+
+State = Literal["active", "banned", "given up"]
+
+
+class Source(Protocol):
+    """Somebody who has pieces. Every call has a limit of its own, and raises ShardlineError when it has no answer."""
+
+    @property
+    def name(self) -> str:
+        """For people: `host:port`, or who it is."""
+        ...
+
+    async def offer(self) -> Mapping[int, Pieces] | None:
+        """What it has, by file number, in pieces of the artifact; None: all of it."""
+        ...
+
+    async def read(self, number: int, start: int, end: int) -> bytes:
+        """Exactly the bytes [start, end) of a file, not yet checked."""
+        ...
+
+
+class Rate:
+    """Bytes in the last seconds. Times are seconds of one clock."""
+
+    def __init__(self, now: float) -> None:
+        self._began = now
+        self._marks: deque[tuple[float, int]] = deque()
+        self._sum = 0
+
+    def add(self, now: float, count: int) -> None:
+        self._marks.append((now, count))
+        self._sum += count
+        self._drop(now)
+
+    def per_s(self, now: float) -> float:
+        self._drop(now)
+        return self._sum / max(0.1, min(_WINDOW_S, now - self._began))
+
+    def _drop(self, now: float) -> None:
+        while self._marks and self._marks[0][0] < now - _WINDOW_S:
+            self._sum -= self._marks.popleft()[1]
+
+
+@dataclass(eq=False)
+class SourceAccount:
+    """One source in one fetch."""
+
+    source: Source
+    rate: Rate
+    state: State = "active"
+    reason: str | None = None
+    """Why it is not active, or what failed last."""
+    offered: Pieces | None = None
+    """Of all pieces of the artifact in a row; None: not asked yet."""
+    fetched_bytes: int = 0
+    bad_pieces: list[tuple[int, int]] = field(default_factory=list)
+    """(file, piece) that it gave wrong."""
+    failures: int = 0
+    """In a row."""
+    run_bytes: int = 0
+    """How much is asked of it at a time."""
+
+    def gave(self, now: float, count: int) -> None:
+        self.failures = 0
+        self.fetched_bytes += count
+        self.rate.add(now, count)
+
+    def gave_wrong(self, number: int, pieces: list[int]) -> None:
+        """Wrong bytes are never an accident of the network: it is asked nothing more."""
+        self.bad_pieces += [(number, piece) for piece in pieces]
+        self.state = "banned"
+        self.reason = f"piece {pieces[0]} of file {number} is not what the artifact says"
+
+    def failed(self, error: ShardlineError) -> float | None:
+        """How long to leave it alone; None: for good. One that is busy has not failed; an error with the detail `final`
+        will not get better."""
+        self.reason = error.message
+        if error.code == "queue_full":
+            return _BUSY_S
+        self.failures += 1
+        if self.failures >= FAILURES_LIMIT or not error.fault.retryable or error.details.get("final"):
+            self.state = "given up"
+            return None
+        return _BACKOFF_S[min(self.failures, len(_BACKOFF_S)) - 1]

@@ -115,7 +115,7 @@ CATALOGUE: dict[str, Fault] = {
         400,
         INVALID,
         False,
-        "Bind to loopback, or use HTTPS: tracker --listen, node --join, gateway --tls-cert. Else --insecure-plain-http.",
+        "Bind to loopback, or use HTTPS: tracker --listen, --join, gateway --tls-cert. Else --insecure-plain-http.",
     ),
     "engine_unavailable": Fault(
         400, INVALID, False, "Install the extra of this engine: pip install 'shardline[torch]'."

@@ -1,4 +1,4 @@
-"""What each party of a cluster with keys may do: members that want more than is theirs, and those that are thrown out."""
+"""What each party of a cluster with keys may do: members that want more than is theirs, and those that are out."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class TlsListener:
         for task in running:
             task.cancel()
         if running:
-            await asyncio.wait(running)
+            await asyncio.wait(running, timeout=SHUTDOWN_S)
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):

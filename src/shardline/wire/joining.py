@@ -13,8 +13,10 @@ Part = Literal["node", "gateway"]
 """What may join from another machine."""
 
 
-class _Secret(msgspec.Struct, frozen=True, kw_only=True):
+class _Unshown:
     """A message that no log and no traceback may show."""
+
+    __slots__ = ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(…)"
@@ -36,7 +38,7 @@ class JoinClaim(msgspec.Struct, frozen=True, kw_only=True):
     part: Part = "node"
 
 
-class JoinRequest(_Secret, frozen=True, kw_only=True):
+class JoinRequest(_Unshown, msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/join`, with a token, or with a certificate of this cluster, also one that has lapsed lately."""
 
     public_key: str
@@ -46,7 +48,7 @@ class JoinRequest(_Secret, frozen=True, kw_only=True):
     certificate: str | None = None
 
 
-class JoinAnswer(_Secret, frozen=True, kw_only=True):
+class JoinAnswer(_Unshown, msgspec.Struct, frozen=True, kw_only=True):
     node: str
     """Id of the Node, or of the Gateway."""
     certificate: str
@@ -56,7 +58,7 @@ class JoinAnswer(_Secret, frozen=True, kw_only=True):
     """Names of the models that are served, or wait for layers."""
 
 
-class Invitation(_Secret, frozen=True, kw_only=True):
+class Invitation(_Unshown, msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/invitations`, for the operator on the Tracker's machine."""
 
     line: str

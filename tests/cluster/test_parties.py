@@ -108,6 +108,29 @@ async def test_an_expelled_node_ends_and_stays_out(tmp_path: Path) -> None:
             assert (await failure(again)).code == "join_refused"
 
 
+async def test_nodes_refuse_who_is_out_with_their_next_heartbeat(tmp_path: Path) -> None:
+    """Over a connection that was open before, with a certificate that has not ended."""
+    settings = Settings(drain_s=0.5, tracker_heartbeat_s=0.1)
+    party = "gateway-0123456789abcdef"
+    async with keyed_cluster(tmp_path, layers=((0, 6),), settings=settings) as cluster:
+        async with as_party(cluster, party) as client:
+            node = url_of(cluster.nodes[0])
+
+            async def status(path: str) -> int:
+                return (await client.request("GET", node + path, timeout_s=5, limit="x")).status
+
+            assert await status("/healthz") == 200
+            await expel(cluster, party)
+            async with asyncio.timeout(5):
+                while await status("/healthz") != 403:
+                    await asyncio.sleep(0.02)
+            assert await status("/v1/node") == 403 and await status("/v1/text/x") == 403
+            with pytest.raises(ShardlineError) as caught:
+                await TrackerClient(client, cluster.tracker.url).models()
+            assert caught.value.code == "join_refused"
+        assert len((await cluster.generate())[0]) == 8
+
+
 def gateway_of(cluster: KeyedCluster, folder: Path, join: str) -> Role:
     role = Role()
     options = GatewayOptions(

@@ -203,6 +203,9 @@ def test_who_is_expelled_gets_nothing_more(desk: Desk) -> None:
     own = frozenset({f"shardline:node:{desk.node}"})
     desk.enrolment.check_not_expelled(own)
     assert desk.enrolment.expel(desk.node).expelled == [desk.node]
+    assert desk.enrolment.told() == [desk.node]
+    with pytest.raises(ShardlineError, match="expelled"):
+        desk.enrolment.renew(desk.node, signing_request(new_key()), "10.0.0.2")
     fresh = desk.token()
     for _ in range(2):  # and once more after a restart
         for request in (desk.request(certificate=answer.certificate), desk.request(token=fresh)):
@@ -212,6 +215,10 @@ def test_who_is_expelled_gets_nothing_more(desk: Desk) -> None:
         assert caught.value.code == "join_refused"
         desk.enrolment.check_not_expelled(frozenset({"shardline:node:n-0123456789abcdef"}))
         desk.enrolment = desk.opened()
+    desk.now += 2 * DAY_S
+    assert desk.enrolment.told() == [], "its certificate has ended"
+    fresh = desk.token()
+    assert desk.refused(desk.request(token=fresh)).details["reason"] == "expelled"
     assert desk.enrolment.expel(desk.node, undo=True).expelled == []
     desk.enrolment.check_not_expelled(own)
     desk.enrolment.join(desk.request(token=fresh), "10.0.0.2", [])

@@ -52,6 +52,7 @@ class NodeApp:
         credential: str,
         info: Callable[[], NodeInfo],
         ticket_key: Callable[[], bytes | None],
+        expelled: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self._host = host
         self._identity = identity
@@ -59,6 +60,7 @@ class NodeApp:
         self._credential = credential
         self._info = info
         self._ticket_key = ticket_key
+        self._expelled = expelled
         self.steps = StepsLane(host, credential, settings.step_body_bytes)
         self._gate = TicketGate(identity.node_id)
         self._metrics = NodeMetrics(info)
@@ -76,7 +78,7 @@ class NodeApp:
         if scope["type"] != "http":
             return
         method, path = scope["method"], scope["path"]
-        _check_part(scope, path)
+        self._check_party(scope, path)
         if path == "/v1/steps" and method == "POST":
             await self._steps(scope, receive, send)
             return
@@ -91,6 +93,19 @@ class NodeApp:
             raise ShardlineError("method_not_allowed", f"{path} does not have {method}")
         else:
             raise ShardlineError("not_found", "nothing is served at this path")
+
+    def _check_party(self, scope: Scope, path: str) -> None:
+        """In a cluster with keys: who is out is out, and sessions are the Gateways'; Nodes send each other steps.
+
+        Steps that take their own lane are not asked: they are worth what their session key is.
+        """
+        found = scope.get("state", {}).get(PARTIES)
+        if found is None:
+            return
+        if found & self._expelled():
+            raise ShardlineError("forbidden", "the operator of this cluster has expelled this party")
+        if path.startswith(_OF_GATEWAYS) and not may_route(found):
+            raise ShardlineError("forbidden", "only a Gateway may open, keep and end sessions")
 
     async def _steps(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Where the direct lane did not take the request: it was not of the plain kind, or is to be refused."""
@@ -248,13 +263,6 @@ class NodeMetrics:
         self._restarts.set(info.health.restarts)
         self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self._registry)
-
-
-def _check_part(scope: Scope, path: str) -> None:
-    """In a cluster with keys Nodes send each other steps and look whether they live; sessions are the Gateways'."""
-    found = scope.get("state", {}).get(PARTIES)
-    if found is not None and path.startswith(_OF_GATEWAYS) and not may_route(found):
-        raise ShardlineError("forbidden", "only a Gateway may open, keep and end sessions")
 
 
 def _is_open(scope: Scope) -> bool:

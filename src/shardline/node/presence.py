@@ -16,6 +16,7 @@ import structlog
 from shardline.errors import ShardlineError
 from shardline.node.info import Identity
 from shardline.settings import Settings
+from shardline.transport.authority import uri_of
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
 from shardline.transport.membership import Membership
@@ -85,6 +86,8 @@ class Presence:
         self._changed = asyncio.Event()
         self._beating = asyncio.Lock()
         self.registered = asyncio.Event()
+        self.expelled: frozenset[str] = frozenset()
+        """Parties, as their certificates name them, that the Tracker has told to be out of the cluster."""
 
     @property
     def node_id(self) -> str:
@@ -165,6 +168,7 @@ class Presence:
                 await self._keep_valid()
                 answer = await self._tracker.heartbeat(self.node_id, self._statement(self._answer))
                 self._peers = answer.peers[:8]
+                self.expelled = frozenset(map(uri_of, answer.expelled))
                 if answer.certificate is not None and self._membership is not None:
                     self._membership.renewed(answer.certificate)
 

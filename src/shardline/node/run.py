@@ -219,6 +219,7 @@ class _Node:
             credential=options.credential,
             info=info,
             ticket_key=lambda: presence.ticket_key,
+            expelled=lambda: presence.expelled,
         )
         host.on_change = lambda: self._state_changed(host, presence)
         self._engine.on_progress = self._loading

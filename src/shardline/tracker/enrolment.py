@@ -29,6 +29,8 @@ INVITATIONS_FILE = "invitations.json"
 EXPELLED_FILE = "expelled.json"
 EXPELLED_LIMIT = 4_096
 """A cluster that has thrown out more is one to make anew."""
+EXPELLED_TOLD = 256
+"""Of those that are out, so many are told to Nodes, the latest."""
 _PARTY = re.compile(r"(?:n|gateway)-[0-9a-f]{16}")
 
 T = TypeVar("T")
@@ -60,7 +62,7 @@ class Enrolment:
         self._guesses = Guesses()
         self._invitations = Invitations(_kept(self._path, list[Token]) or (), settings.invitation_s)
         self._out_path = folder / EXPELLED_FILE
-        self._out = dict.fromkeys(_kept(self._out_path, list[str]) or ())
+        self._out = _kept(self._out_path, dict[str, float]) or {}
         self._out_uris = frozenset(map(uri_of, self._out))
 
     def authority(self) -> AuthorityAnswer:
@@ -78,6 +80,16 @@ class Enrolment:
         if parties & self._out_uris:
             raise _expelled()
 
+    def check_party(self, party: str) -> None:
+        """The same for an id: it may have been thrown out while its request was on the way."""
+        if party in self._out:
+            raise _expelled()
+
+    def told(self) -> list[str]:
+        """Who is out and may still have a certificate that has not ended."""
+        since = self._unix() - self._settings.certificate_s - CLOCK_SKEW_S
+        return [party for party, at in self._out.items() if at > since][-EXPELLED_TOLD:]
+
     def expel(self, party: str, *, undo: bool = False) -> Expulsion:
         """Throw out a Node or Gateway by its id, or take that back: on the disk when this returns."""
         if not _PARTY.fullmatch(party):
@@ -87,9 +99,10 @@ class Enrolment:
         elif len(self._out) >= EXPELLED_LIMIT:
             raise ShardlineError("queue_full", f"{EXPELLED_LIMIT} are out already: make a new authority")
         else:
-            self._out[party] = None
+            self._out.pop(party, None)
+            self._out[party] = self._unix()
         self._out_uris = frozenset(map(uri_of, self._out))
-        keep_secret(self._out_path, msgspec.json.encode(list(self._out)))
+        keep_secret(self._out_path, msgspec.json.encode(self._out))
         log.warning("party_readmitted" if undo else "party_expelled", party=party)
         return Expulsion(expelled=list(self._out), certificate_s=self._settings.certificate_s)
 
@@ -103,8 +116,7 @@ class Enrolment:
         self._guesses.check(address, now)
         try:
             party, claim = self._proved(request, now)
-            if party in self._out:
-                raise _expelled()
+            self.check_party(party)
             self._check_right(request, party, claim.part, now)
             key = requested_key(claim.csr)
         except ShardlineError:
@@ -127,7 +139,8 @@ class Enrolment:
         )
 
     def renew(self, node: str, csr: str, address: str) -> str:
-        """The next certificate (PEM) of a Node whose heartbeat was taken; raises `invalid_value`."""
+        """The next certificate (PEM) of a Node whose heartbeat was taken; raises `invalid_value`, `join_refused`."""
+        self.check_party(node)
         certificate = self._authority.issue(
             requested_key(csr), node, [address], now=self._unix(), seconds=self._settings.certificate_s
         )

@@ -131,6 +131,8 @@ class TrackerState:
         admission.check_info(info)
         await self._settle_identity(info)
         dialled_url = await self._prove(info.url, info.url, public_key)
+        if self._enrolment is not None:
+            self._enrolment.check_party(info.id)
         record = self.registry.register(registration, public_key, dialled_url, self.clock.monotonic())
         self.claims.redeem(info)
         log.info("node_registered", node=info.id, url=info.url, shards=len(info.shards))
@@ -201,7 +203,11 @@ class TrackerState:
             else:
                 self.registry.dialled_back(node_id, fault)
             self.registry.registered(node_id, record.epoch)
-        return HeartbeatAnswer(peers=self.registry.peers(node_id), certificate=self._renewed(record, beat))
+        return HeartbeatAnswer(
+            peers=self.registry.peers(node_id),
+            certificate=self._renewed(record, beat),
+            expelled=[] if self._enrolment is None else self._enrolment.told(),
+        )
 
     def _renewed(self, record: NodeRecord, beat: Heartbeat) -> str | None:
         """The next certificate of a Node that asks for one and is not on its way out."""

@@ -74,4 +74,4 @@ class Expulsion(msgspec.Struct, frozen=True, kw_only=True):
 
     expelled: list[str]
     certificate_s: float
-    """So long at most, other Nodes take the certificate that the party has."""
+    """So long at most, a Node that does not reach the Tracker takes the certificate that the party has."""

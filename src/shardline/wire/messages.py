@@ -190,6 +190,8 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     peers: list[Peer] = []
     certificate: str | None = None
     """PEM, for the key of the heartbeat's signing request."""
+    expelled: list[str] = []
+    """Parties that are out, whose certificates have not ended yet: who calls with one is refused."""
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):

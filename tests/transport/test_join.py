@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from starlette.types import Receive, Scope, Send
 
@@ -13,7 +14,8 @@ from shardline.settings import Settings
 from shardline.transport.authority import Authority
 from shardline.transport.bodies import read_body, send_json
 from shardline.transport.join import JoinLine, join_line, joined
-from shardline.wire.joining import AuthorityAnswer
+from shardline.wire.joining import AuthorityAnswer, JoinAnswer, JoinRequest
+from shardline.wire.tickets import node_id_of
 from tests.support.certificates import authority, party
 from tests.transport.loopback import serving
 
@@ -115,6 +117,27 @@ async def test_an_answer_for_another_node_is_refused(tmp_path: Path) -> None:
         await send_json(send, {"node": "n-another", "certificate": "", "authority": "", "credential": ""})
 
     async with serving(confused, tls=party(own, "tracker").server(strangers=True)) as server:
+        assert (await attempt(line_to(server.port, own.pin), tmp_path)).code == "join_mismatch"
+
+
+async def test_the_authority_that_is_kept_is_the_one_of_the_line(tmp_path: Path) -> None:
+    """Whoever holds a Tracker's certificate for a day must not become the authority for ever."""
+    own, other = authority(tmp_path), authority(tmp_path, "other")
+
+    async def greedy(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/v1/cluster/ca":
+            await send_json(send, AuthorityAnswer(certificate=own.certificate_pem.decode()))
+            return
+        asked = msgspec.json.decode(await read_body(receive, scope, 1 << 20), type=JoinRequest)
+        answer = JoinAnswer(
+            node=node_id_of(bytes.fromhex(asked.public_key)),
+            certificate="",
+            authority=other.certificate_pem.decode(),
+            credential="credential-" + "x" * 20,
+        )
+        await send_json(send, answer)
+
+    async with serving(greedy, tls=party(own, "tracker").server(strangers=True)) as server:
         assert (await attempt(line_to(server.port, own.pin), tmp_path)).code == "join_mismatch"
 
 

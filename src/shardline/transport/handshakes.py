@@ -20,8 +20,8 @@ from shardline.transport.crowd import PATIENCE_S
 from shardline.transport.failures import lack
 from shardline.transport.tls import SHUTDOWN_S
 
-HANDSHAKES = 256
-"""At the same time, of one listener; fewer where connections are few."""
+HANDSHAKES = 128
+"""At the same time, of one listener; fewer where connections are few: together with them they fit into the files."""
 _AT_ONCE = 64
 _LACK_PAUSE_S = 0.5
 _REPEAT_S = 30.0

@@ -216,7 +216,7 @@ class HttpServer:
         if self._tls is None:
             self._server = await loop.create_server(protocol, sock=self._sock, backlog=BACKLOG)
             return
-        shaking = min(HANDSHAKES, max(16, limits.connections // 4))
+        shaking = min(HANDSHAKES, max(16, limits.connections // 8))
         self._door = TlsListener(self._sock, protocol, self._tls, limit=shaking, handshake_s=self._settings.header_s)
         self._door.start()
 

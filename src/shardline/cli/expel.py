@@ -40,5 +40,5 @@ def expel(invocation: Invocation, party: str, undo: bool, tracker_url: str | Non
     else:
         hours = answer["certificate_s"] / 3600
         click.echo(
-            f"{party} is out. Nodes hear of it with their next heartbeat, or within {hours:g} h by its certificate."
+            f"{party} is out. Nodes hear of it by the next heartbeat, or within {hours:g} h by its certificate."
         )

@@ -25,8 +25,8 @@ from shardline.cli.listings import as_json_option
 def expel(invocation: Invocation, party: str, undo: bool, tracker_url: str | None, as_json: bool) -> None:
     """Throw a Node or Gateway out, by the id that `nodes` lists.
 
-    On the machine of the Tracker. No new session goes to it, it gets no new certificate, and with the next heartbeat all
-    Nodes refuse the one that it has. Sessions that run over a Node go on to their end; those of a Gateway end.
+    On the machine of the Tracker. No new session goes to it, it gets no new certificate, and with the next heartbeat
+    all Nodes refuse the one that it has. Sessions that run over a Node go on to their end; those of a Gateway end.
     """
     configuration = invocation.configuration(tracker=tracker_url)
     check_keys(configuration)
@@ -39,6 +39,4 @@ def expel(invocation: Invocation, party: str, undo: bool, tracker_url: str | Non
         click.echo(f"{party} may come back.")
     else:
         hours = answer["certificate_s"] / 3600
-        click.echo(
-            f"{party} is out. Nodes hear of it by the next heartbeat, or within {hours:g} h by its certificate."
-        )
+        click.echo(f"{party} is out. Nodes hear of it by heartbeat, or within {hours:g} h by its certificate.")

@@ -28,7 +28,7 @@ def layered_model(folder: Path, *, layers: int = 8, layer_bytes: int = LAYER_BYT
         Tensor(f"blk.{layer}.ffn_up.weight", (32, layer_bytes // 128), data=made.randbytes(layer_bytes))
         for layer in range(layers)
     ]
-    return small_model(folder, layers, extra=extra).paths[0]
+    return small_model(folder, layers=layers, extra=extra).paths[0]
 
 
 def described(model: Path, folder: Path, webseeds: tuple[str, ...] = ()) -> Bundle:

@@ -99,6 +99,8 @@ class Fetch:
         self._changed = asyncio.Event()
         self._batch = asyncio.Event()
         self._room = asyncio.Lock()
+        self._claimed: list[Run] = []
+        """Their pieces are written and not yet held: other processes still leave them to us."""
         self._failure: ShardlineError | None = None
         self._paused = False
         self._rate: Rate | None = None
@@ -137,6 +139,8 @@ class Fetch:
             except ShardlineError as error:
                 log.warning("fetch_not_committed", reason=error.message)
                 self._fail(error)
+            finally:
+                self._give(self._claimed)
         if self._failure is not None:
             raise self._failure
         self._tell()
@@ -252,10 +256,19 @@ class Fetch:
         return None
 
     def _end(self, run: Run) -> None:
+        written = Pieces.span(self._row.count, run.first, run.end) - self._plan.missing
         self._plan.ended(run)
         if not run.second:
-            self.artifact.claims.give(run.first, run.end)
+            self._claimed.append(run)
+            if not written:
+                self._give([run])
         self._wake()
+
+    def _give(self, runs: list[Run]) -> None:
+        """Others may have these pieces: they are held, or they did not come."""
+        for run in list(runs):
+            self.artifact.claims.give(run.first, run.end)
+            self._claimed.remove(run)
 
     async def _fetch(self, account: SourceAccount, run: Run) -> float | None:
         """Ask for a run, and store it. How long to leave the source alone, where it failed."""
@@ -319,20 +332,18 @@ class Fetch:
         async with self._room:
             needed = self._bytes(self._plan.missing)
             deadline = _now() + self._space_wait_s
-            while not self._over.is_set():
-                free = await asyncio.to_thread(self.artifact.store.free_bytes)
-                if free >= needed:
-                    return True
-                if _now() >= deadline:
-                    return False
-                with self._pausing(needed, free):
+            with self._pausing(needed):
+                while not self._over.is_set():
+                    if await asyncio.to_thread(self.artifact.store.free_bytes) >= needed:
+                        return True
+                    if _now() >= deadline:
+                        return False
                     await asyncio.sleep(TICK_S)
             return False
 
     @contextlib.contextmanager
-    def _pausing(self, needed: int, free: int) -> Iterator[None]:
-        if not self._paused:
-            log.warning("fetch_paused", reason="the disk of the store is full", needed_bytes=needed, free_bytes=free)
+    def _pausing(self, needed: int) -> Iterator[None]:
+        log.warning("fetch_paused", reason="the disk of the store is full", needed_bytes=needed)
         self._paused = True
         try:
             yield
@@ -346,8 +357,10 @@ class Fetch:
                 async with asyncio.timeout(COMMIT_S):
                     await self._batch.wait()
             self._batch.clear()
-            if self.writer.uncommitted_bytes:
-                await self._guarded(self._commit)
+            if self.writer.uncommitted_bytes or self._claimed:
+                written = list(self._claimed)
+                if await self._guarded(self._commit) is not None:
+                    self._give(written)
 
     def _commit(self) -> list[int]:
         self.writer.commit()

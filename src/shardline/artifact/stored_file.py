@@ -25,6 +25,7 @@ from shardline.formats.merkle import FileTree
 from shardline.wire.bitmap import Pieces
 
 RECORD_BYTES_LIMIT = 64 << 20
+SPARE_BYTES = 8 << 10
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _ADVICE_FULL = "Make room on that disk: what is held stays, and fetching goes on from there."
 _ADVICE_LOST = "Bring the folder of the store back, or make it writable: what is held there stays."
@@ -66,6 +67,7 @@ class StoredFile:
         self.name = tree.root.hex()
         self.data_path = folder / "data" / self.name
         self._record_path = folder / "held" / self.name
+        self._spare_path = folder / "held" / (self.name + ".spare")
         self._lock_path = folder / "held" / (self.name + ".lock")
         self._seen: tuple[object, ...] = ()
         self._record: Record | None = None
@@ -140,8 +142,9 @@ class StoredFile:
     # Changing it.
 
     def prepare(self) -> None:
-        """Make the data file, of full size and all holes, where it is not there."""
+        """Make the data file, of full size and all holes, where it is not there; and keep room for its record."""
         with self._changing():
+            self._keep_spare()
             record, held = self._current() or (None, Pieces(self.count))
             handle = os.open(self.data_path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -162,11 +165,12 @@ class StoredFile:
 
         Only what is right is written, and it is read back. The good ones are not held before `commit`.
         """
-        view = memoryview(data)
+        # Never behind the end of the file, however much came.
+        view = memoryview(data)[: self.tree.size - first * self.tree.piece_length]
         good: list[int] = []
         bad: list[int] = []
         at = 0
-        while at < len(view) and first + len(good) + len(bad) < self.count:
+        while at < len(view):
             piece = first + len(good) + len(bad)
             start, end = self.tree.piece_range(piece)
             part = view[at : at + end - start]
@@ -198,6 +202,8 @@ class StoredFile:
             if self._written >= 0:
                 os.close(self._written)
                 self._written = -1
+        with contextlib.suppress(OSError):
+            self._spare_path.unlink(missing_ok=True)
 
     def refer(self, path: Path, found: os.stat_result) -> None:
         """All pieces are held by the file at `path`, which was read whole while it was as `found` says."""
@@ -291,7 +297,22 @@ class StoredFile:
             sha256=hashlib.sha256(raw).hexdigest(),
             elsewhere=elsewhere,
         )
-        write_synced(self._record_path, msgspec.json.encode(record))
+        raw = msgspec.json.encode(record)
+        try:
+            write_synced(self._record_path, raw)
+        except OSError as error:
+            if error.errno not in _FULL or not self._spare_path.exists():
+                raise
+            # Data have taken the last block. What they are worth is written down all the same.
+            self._spare_path.unlink(missing_ok=True)
+            write_synced(self._record_path, raw)
+
+    def _keep_spare(self) -> None:
+        """A file that gives its room to the record on a full disk; on one that is full already there is none."""
+        size = self.count // 4 + SPARE_BYTES
+        with contextlib.suppress(OSError):
+            if not self._spare_path.exists():
+                self._spare_path.write_bytes(bytes(size))
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from shardline.artifact.fetch import Fetch, FetchProgress
 from shardline.artifact.store import Store, StoredArtifact
 from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
-from tests.support.stores import ANYBODY, DeadSource, FileSource, described, filled, layered_model
+from tests.support.stores import ANYBODY, DeadSource, FileSource, content_of, described, filled, layered_model, size_of
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +50,7 @@ async def run(fetch: Fetch) -> FetchProgress:
 def check_whole(artifact: StoredArtifact, model: Path) -> None:
     file = artifact.files[0]
     assert len(file.held()) == file.count
-    assert file.data_path.read_bytes() == model.read_bytes()
+    assert content_of(file.data_path) == content_of(model)
 
 
 async def test_a_shard_is_fetched_and_nothing_else(artifact: StoredArtifact, model: Path) -> None:
@@ -115,7 +115,7 @@ async def test_sources_with_a_part_each(artifact: StoredArtifact, model: Path) -
     await run(fetch)
     check_whole(artifact, model)
     for i, source in enumerate(sources):
-        size = min(cuts[i + 1] << 18, model.stat().st_size) - (cuts[i] << 18)
+        size = min(cuts[i + 1] << 18, size_of(model)) - (cuts[i] << 18)
         assert sum(end - start for start, end in source.asked) == size
 
 
@@ -172,7 +172,7 @@ async def test_what_a_slow_source_is_long_about_is_asked_of_another(
     fetch.add(FileSource(model, name="good"))
     told = await run(fetch)
     check_whole(artifact, model)
-    assert {s.name: s.fetched_bytes for s in told.sources} == {"slow": 0, "good": model.stat().st_size}
+    assert {s.name: s.fetched_bytes for s in told.sources} == {"slow": 0, "good": size_of(model)}
 
 
 async def test_cancelling_keeps_what_was_checked(artifact: StoredArtifact, model: Path) -> None:
@@ -213,7 +213,7 @@ async def test_space_is_checked_before_the_first_byte(tmp_path: Path, bundle: Bu
         with pytest.raises(ShardlineError) as caught:
             await run(fetch)
     assert caught.value.code == "disk_full"
-    assert caught.value.details["needed_bytes"] == model.stat().st_size
+    assert caught.value.details["needed_bytes"] == size_of(model)
     assert source.asked == []
     store.close()
 
@@ -242,7 +242,7 @@ async def test_two_fetches_in_one_store_fetch_no_piece_twice(artifact: StoredArt
             group.create_task(fetch.run())
     other.close()
     check_whole(artifact, model)
-    assert sum(end - start for start, end in source.asked) == model.stat().st_size
+    assert sum(end - start for start, end in source.asked) == size_of(model)
 
 
 async def test_what_another_program_delivers_counts(artifact: StoredArtifact, model: Path) -> None:
@@ -257,7 +257,7 @@ async def test_what_another_program_delivers_counts(artifact: StoredArtifact, mo
         rest = Pieces.span(file.count, 3, file.count)
         assert await fetch.delivered(0, rest) == list(rest)
         with file.data_path.open("r+b") as data:
-            data.write(model.read_bytes())
+            data.write(content_of(model))
         assert await fetch.delivered(0, rest) == []
     assert task.result().fetched_bytes == 3 << 18
     check_whole(artifact, model)
@@ -298,7 +298,7 @@ async def test_a_disk_that_gets_full_ends_it_with_what_came_held(small_disk: Pat
         again = Fetch(artifact, everything(artifact), connections=1)
         again.add(source)
         await run(again)
-        assert sum(end - start for start, end in source.asked) <= model.stat().st_size - (len(held) << 18)
+        assert sum(end - start for start, end in source.asked) <= size_of(model) - (len(held) << 18)
         check_whole(artifact, model)
     store.close()
 

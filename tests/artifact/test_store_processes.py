@@ -1,4 +1,4 @@
-"""Several processes on one store, and processes that are killed: nothing wrong is ever held, little is fetched again."""
+"""Several processes on one store, and some that are killed: nothing wrong is ever held, little is fetched again."""
 
 from __future__ import annotations
 

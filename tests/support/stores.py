@@ -31,6 +31,14 @@ def layered_model(folder: Path, *, layers: int = 8, layer_bytes: int = LAYER_BYT
     return small_model(folder, layers=layers, extra=extra).paths[0]
 
 
+def content_of(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
 def described(model: Path, folder: Path, webseeds: tuple[str, ...] = ()) -> Bundle:
     return create_bundle(model, folder, Description(created="2026-01-31T12:00:00Z", webseeds=webseeds))
 

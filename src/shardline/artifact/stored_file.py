@@ -216,10 +216,14 @@ class StoredFile:
         handle = os.open(self.data_path, os.O_RDWR)
         try:
             self._written_to(os.fstat(handle))
-            for start, end in Pieces.of(self.count, pieces).runs():
-                part = view[(start - first) * length : (end - first) * length]
-                _pwrite(handle, part, start * length)
-                if _pread(handle, len(part), start * length) != part:
+            back = bytearray(length)
+            for piece in pieces:
+                part = view[(piece - first) * length : (piece - first + 1) * length]
+                if len(part) < len(back):
+                    back = bytearray(len(part))
+                _pwrite(handle, part, piece * length)
+                # A bytearray compares its memory with that of the view; two views would be compared by element.
+                if os.preadv(handle, [back], piece * length) != len(part) or back != part:
                     raise OSError(errno.EIO, "what was written reads back otherwise")
         finally:
             os.close(handle)

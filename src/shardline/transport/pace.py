@@ -17,9 +17,13 @@ class Pace:
 
     async def take(self, count: int) -> None:
         """Returns when `count` more bytes may go; longest `count` and all before it at that rate."""
+        if self._bytes_per_s:
+            await asyncio.sleep(self.place(asyncio.get_running_loop().time(), count))
+
+    def place(self, now: float, count: int) -> float:
+        """Seconds from `now` until `count` bytes may go; whoever asks next comes behind them."""
         if not self._bytes_per_s:
-            return
-        now = asyncio.get_running_loop().time()
+            return 0.0
         begin = max(now, self._free_at)
         self._free_at = begin + count / self._bytes_per_s
-        await asyncio.sleep(begin - now)
+        return begin - now

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cluster import Cluster, model_cluster
 from tests.support.decoded_model import write_decoded
-from tests.support.greedy import EIGHT_BITS, LAST_BITS, answers, near_tie, prompts
+from tests.support.greedy import EIGHT_BITS, F16_CACHE, answers, near_tie, prompts
 from tests.support.vocabularies import mixed_strings
 
 pytestmark = [pytest.mark.llama, pytest.mark.torch, pytest.mark.smollm2, pytest.mark.long, pytest.mark.timeout(1800)]
@@ -66,12 +66,12 @@ async def test_token_ids_by_http(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["float32", "q4_1"])
 async def test_greedy_tokens(tmp_path: Path, weights: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights of float32: the strict rule. Of 4 bits: parted by nothing but what llama.cpp rounds."""
+    """Weights of float32: the narrow rule. Of 4 bits: parted by nothing but what llama.cpp rounds."""
     from shardline.cli.demo_model import demo_model
 
     model, tie = demo_model(), EIGHT_BITS
     if weights == "float32":
-        model, tie = write_decoded(model, tmp_path / "decoded.gguf"), LAST_BITS
+        model, tie = write_decoded(model, tmp_path / "decoded.gguf"), F16_CACHE
     asked = prompts(10)
     async with AsyncExitStack() as stack:
         torch, llama = await both(stack, tmp_path, model)

@@ -20,7 +20,7 @@ from tests.soak.footprint import GROWTH_BYTES, MIB, Samples, left, more, sample
 from tests.soak.load import Load
 from tests.support.cluster import Cluster, model_cluster
 from tests.support.decoded_model import write_decoded
-from tests.support.greedy import EIGHT_BITS, LAST_BITS
+from tests.support.greedy import EIGHT_BITS, F16_CACHE
 
 KV_TOKENS = 16_384
 IDLE_S = 6.0
@@ -101,7 +101,7 @@ async def main(minutes: float, *, exact: bool) -> int:
         with tempfile.TemporaryDirectory() as name:
             folder, model, tie = Path(name), demo_model(), EIGHT_BITS
             if exact:
-                model, tie = write_decoded(model, folder / "decoded.gguf"), LAST_BITS
+                model, tie = write_decoded(model, folder / "decoded.gguf"), F16_CACHE
             wrong += await soak(nodes, minutes / 2, model, tie, folder)
     for line in wrong[:40]:
         say("WRONG:", line)
@@ -112,6 +112,6 @@ async def main(minutes: float, *, exact: bool) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--exact", action="store_true", help="weights of float32, and the strict rule for answers")
+    parser.add_argument("--exact", action="store_true", help="weights of float32, and the narrow rule for answers")
     given = parser.parse_args()
     sys.exit(asyncio.run(main(given.minutes, exact=given.exact)))

@@ -52,17 +52,20 @@ class ShardFiles:
         first: int,
         last: int,
         *,
+        growing: bool = False,
         progress: Progress | None = None,
         cancelled: Cancelled | None = None,
     ) -> Path:
         """The file of Shard [first, last), from the cache or made now.
+
+        `growing`: other pieces may be written into the model's files meanwhile, as in a store.
 
         Errors: those of `plan_shard`; `disk_full`, `state_unwritable`, `cancelled`, each with nothing left behind;
         `deadline` where another process does not come to an end with the same file; `model_file_invalid` where the
         model's files changed.
         """
         plan = plan_shard(model, first, last, content_id=content_id)
-        return self._file(self.shard_path(content_id, first, last), model, plan, progress, cancelled)
+        return self._file(self.shard_path(content_id, first, last), model, plan, progress, cancelled, growing)
 
     def vocabulary(
         self,
@@ -84,7 +87,13 @@ class ShardFiles:
         return self.folder / f"{_checked(content_id)}-r{RECIPE}-vocabulary.gguf"
 
     def _file(
-        self, path: Path, model: GGUFModel, plan: ShardPlan, progress: Progress | None, cancelled: Cancelled | None
+        self,
+        path: Path,
+        model: GGUFModel,
+        plan: ShardPlan,
+        progress: Progress | None,
+        cancelled: Cancelled | None,
+        growing: bool = False,
     ) -> Path:
         if _is_whole(path, plan):
             return path
@@ -93,7 +102,7 @@ class ShardFiles:
             with _locked(path, self.lock_wait_s, cancelled):
                 if not _is_whole(path, plan):
                     self._sweep()
-                    write_plan(plan, model, path, progress=progress, cancelled=cancelled)
+                    write_plan(plan, model, path, growing=growing, progress=progress, cancelled=cancelled)
         except OSError as error:
             raise _unwritable(error, self.folder) from None
         return path
@@ -111,6 +120,7 @@ def write_plan(
     model: GGUFModel,
     path: Path,
     *,
+    growing: bool = False,
     progress: Progress | None = None,
     cancelled: Cancelled | None = None,
 ) -> None:
@@ -119,7 +129,7 @@ def write_plan(
     try:
         _check_space(path.parent, plan.nbytes)
         try:
-            _write(plan, model, part, _Steps(plan.nbytes, progress, cancelled))
+            _write(plan, model, part, _Steps(plan.nbytes, progress, cancelled), growing)
             os.replace(part, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -144,7 +154,7 @@ class _Steps:
         _check_cancelled(self.cancelled)
 
 
-def _write(plan: ShardPlan, model: GGUFModel, part: Path, steps: _Steps) -> None:
+def _write(plan: ShardPlan, model: GGUFModel, part: Path, steps: _Steps, growing: bool) -> None:
     with contextlib.ExitStack() as stack:
         sources = _Sources(model, stack)
         target = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
@@ -163,7 +173,8 @@ def _write(plan: ShardPlan, model: GGUFModel, part: Path, steps: _Steps) -> None
             if isinstance(piece, Zeros):
                 steps.reached(position)
         os.ftruncate(target, position)
-        sources.check_unchanged()
+        if not growing:
+            sources.check_unchanged()
         os.fsync(target)
 
 

@@ -188,10 +188,10 @@ def keygen(output: Path, as_json: bool) -> None:
 def _load(path: Path, public_keys: tuple[Path, ...]) -> Bundle:
     from shardline.artifact.bundle import load_bundle
 
-    return load_bundle(_bundle_folder(path), _policy(public_keys))
+    return load_bundle(_bundle_folder(path), policy_of(public_keys))
 
 
-def _policy(public_keys: tuple[Path, ...]) -> TrustPolicy:
+def policy_of(public_keys: tuple[Path, ...]) -> TrustPolicy:
     """Commands that only look go without a key, and say so."""
     from shardline.artifact.bundle import TrustPolicy
 

@@ -24,6 +24,9 @@ from shardline.settings import Settings
 PREFIX = "SHARDLINE_"
 CONFIG_VARIABLE = "SHARDLINE_CONFIG"
 CREDENTIAL_FILE = "credential"
+_MAY_BE_ZERO = frozenset(
+    {"worker_restarts", "prefix_sessions", "store_reserve_bytes", "fetch_bytes_per_s", "upload_bytes_per_s"}
+)
 """Name in the state folder."""
 
 
@@ -242,7 +245,7 @@ def _check_url(key: str, value: str, where: str) -> None:
 def _check_number(key: str, value: object, where: str) -> None:
     if isinstance(value, float) and not (math.isfinite(value) and value > 0):
         raise _invalid(key, f"{value} ({where}) is not a finite number above 0")
-    least = 0 if key in ("worker_restarts", "prefix_sessions") else 1
+    least = 0 if key in _MAY_BE_ZERO else 1
     if isinstance(value, int) and value < least:
         raise _invalid(key, f"{value} ({where}) is less than {least}")
 

@@ -13,6 +13,7 @@ import click
 
 from shardline import __version__
 from shardline.cli.artifact import artifact
+from shardline.cli.artifact_store import STORE_COMMANDS
 from shardline.cli.bench import bench
 from shardline.cli.chat import chat
 from shardline.cli.cluster import demo, serve, up
@@ -101,6 +102,8 @@ for _command in (
     config,
 ):
     cli.add_command(_command)
+for _command in STORE_COMMANDS:
+    artifact.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,288 @@
+"""`shardline artifact list|fetch|seed|scrub|rm`: the store of Model Artifacts on this machine.
+
+Owns these commands and what they print. What the store is, artifact/store.py says; how pieces travel, artifact/fetch.py
+and transport/piece_*.py. Shown by tests/cli/test_artifact_store.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from shardline.cli.artifact import key_option, policy_of
+from shardline.cli.invocation import Invocation, credential_of, pass_invocation
+from shardline.cli.listings import as_json_option, columns, size
+from shardline.cli.progress import progress
+from shardline.cli.values import LayerRange
+from shardline.errors import ShardlineError
+
+if TYPE_CHECKING:
+    from shardline.artifact.fetch import Fetch, FetchProgress
+    from shardline.artifact.store import Store, StoredArtifact
+    from shardline.settings import Settings
+    from shardline.transport.piece_client import PieceFile
+
+STORE_FOLDER = "artifacts"
+store_option = click.option(
+    "--store",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="[default: artifacts/ in the state folder]",
+)
+
+
+@click.command("list")
+@store_option
+@as_json_option
+@pass_invocation
+def list_artifacts(invocation: Invocation, folder: Path | None, as_json: bool) -> None:
+    """List what is in the store, and which layers are held."""
+    with _store(invocation, folder) as store:
+        found = [_holding(store, content_id) for content_id in store.content_ids()]
+    rows = [
+        (h["name"], size(h["held_bytes"]), size(h["total_bytes"]), _layers(h["servable"]), h["content_id"])
+        for h in found
+    ]
+    text = columns(("NAME", "HELD", "OF", "LAYERS", "CONTENT_ID"), rows) if rows else "nothing is in the store"
+    _print(as_json, found, text)
+
+
+@click.command()
+@click.argument("content_id", metavar="CONTENT_ID")
+@store_option
+@as_json_option
+@pass_invocation
+def rm(invocation: Invocation, content_id: str, folder: Path | None, as_json: bool) -> None:
+    """Remove an artifact from the store.
+
+    Refused while a process of this machine uses it. Files of other programs that it refers to stay.
+    """
+    with _store(invocation, folder) as store:
+        freed = store.remove(content_id)
+    _print(as_json, {"content_id": content_id, "freed_bytes": freed}, f"{content_id}: {size(freed)} freed")
+
+
+@click.command()
+@click.argument("content_id", metavar="CONTENT_ID")
+@store_option
+@as_json_option
+@pass_invocation
+def scrub(invocation: Invocation, content_id: str, folder: Path | None, as_json: bool) -> None:
+    """Read what is held of an artifact again, and check it.
+
+    A piece that is damaged is held no longer: the next fetch brings it again. At the pace of the setting
+    scrub_bytes_per_s.
+    """
+    from shardline.artifact.scrub import scrub as scrub_pieces
+
+    pace = invocation.configuration().settings.scrub_bytes_per_s
+    with _store(invocation, folder) as store, _opened(store, content_id) as found, progress("Reading") as show:
+        report = asyncio.run(scrub_pieces(found, bytes_per_s=pace, progress=show))
+    bad = sum(map(len, report.bad.values()))
+    text = f"{content_id}: {size(report.checked_bytes)} read, {bad} pieces damaged, {report.found} found again"
+    answer = {"content_id": content_id, "checked_bytes": report.checked_bytes, "bad": report.bad, "found": report.found}
+    _print(as_json, answer, text)
+    if bad:
+        raise ShardlineError("artifact_mismatch", f"{bad} pieces on this disk were damaged, and are held no longer")
+
+
+@click.command()
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR")
+@click.option("--layers", type=LayerRange(), help="Half-open, as a Python slice: 0:15 [default: all].")
+@click.option("--from", "urls", multiple=True, metavar="URL", help="A Node, or what `artifact seed` named. Repeatable.")
+@click.option("--files", "folders", multiple=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
+              metavar="FOLDER", help="Look there for files of the model first. Repeatable.")  # fmt: skip
+@key_option
+@store_option
+@as_json_option
+@pass_invocation
+def fetch(
+    invocation: Invocation,
+    path: Path,
+    layers: tuple[int, int] | None,
+    urls: tuple[str, ...],
+    folders: tuple[Path, ...],
+    public_keys: tuple[Path, ...],
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Fetch a model, or some layers of it, into the store.
+
+    It is the one that the artifact in DIR describes.
+
+    From the Nodes that are named and the artifact's own web seeds. Every piece is checked as it comes. Stopped at any
+    time, the same command goes on from there.
+    """
+    from shardline.artifact.adoption import adopt_all
+    from shardline.artifact.bundle import load_bundle
+
+    with _store(invocation, folder) as store, store.add(load_bundle(path, policy_of(public_keys))) as found:
+        n_layers = found.bundle.manifest.model.n_layers
+        first, last = layers or (0, n_layers)
+        wanted = found.wanted(first, last) if layers else {n: range(f.count) for n, f in enumerate(found.files)}
+        taken = adopt_all(found, folders)
+        told = asyncio.run(_fetched(invocation, found, wanted, urls))
+    sources = [msgspec.to_builtins(source) for source in told.sources]
+    answer = {
+        "content_id": found.content_id,
+        "layers": [first, last],
+        "fetched_bytes": told.fetched_bytes,
+        "total_bytes": told.total_bytes,
+        "adopted": [str(one.path) for one in taken],
+        "sources": sources,
+    }
+    lines = [f"{found.content_id}: layers {first}:{last}, {size(told.total_bytes)}, {size(told.fetched_bytes)} fetched"]
+    lines += [f"{one.path}: {one.way}, {one.pieces} pieces" for one in taken]
+    lines += [
+        f"{s['name']}: {s['state']}, {size(s['fetched_bytes'])}" + (f", {s['reason']}" if s["reason"] else "")
+        for s in sources
+    ]
+    _print(as_json, answer, "\n".join(lines))
+
+
+async def _fetched(invocation: Invocation, found: StoredArtifact, wanted: Any, urls: tuple[str, ...]) -> FetchProgress:
+    from shardline.artifact.fetch import Fetch
+    from shardline.transport.http_client import HttpClient
+    from shardline.transport.pace import Pace
+    from shardline.transport.piece_client import NodePieces, WebSeed
+
+    configuration = invocation.configuration()
+    settings = configuration.settings
+    files, pace = _piece_files(found), Pace(settings.fetch_bytes_per_s)
+    nodes = HttpClient(settings, credential=credential_of(configuration) if urls else None)
+    seeds = HttpClient(settings)
+    try:
+        job = Fetch(found, wanted, connections=settings.fetch_connections, progress=_show)
+        for url in urls:
+            job.add(NodePieces(nodes, url, found.content_id, files, pace))
+        for url in found.bundle.manifest.transport.webseeds:
+            job.add(WebSeed(seeds, url, files, pace))
+        return await _with_line(job)
+    finally:
+        await nodes.aclose()
+        await seeds.aclose()
+
+
+async def _with_line(job: Fetch) -> FetchProgress:
+    try:
+        return await job.run()
+    finally:
+        if sys.stderr.isatty():
+            click.echo("\r\033[K", nl=False, err=True)
+
+
+def _show(told: FetchProgress) -> None:
+    if not sys.stderr.isatty():
+        return
+    left = "" if told.seconds_left is None else f", {told.seconds_left:.0f} s left"
+    busiest = max(told.sources, key=lambda source: source.bytes_per_s, default=None)
+    whom = "" if busiest is None else f", from {busiest.name}"
+    line = f"{told.state}: {size(told.done_bytes)} of {size(told.total_bytes)}, {size(round(told.bytes_per_s))}/s"
+    click.echo(f"\r\033[K{line}{left}{whom}"[:100], nl=False, err=True)
+
+
+@click.command()
+@click.argument("content_ids", nargs=-1, metavar="[CONTENT_ID]…")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, help="[default: any that is free]")
+@click.option("--insecure-plain-http", is_flag=True, help="Beyond loopback, without encryption.")
+@store_option
+@pass_invocation
+def seed(
+    invocation: Invocation,
+    content_ids: tuple[str, ...],
+    host: str,
+    port: int,
+    insecure_plain_http: bool,
+    folder: Path | None,
+) -> None:
+    """Give what the store holds to others, until it is stopped.
+
+    To whoever has the credential of the cluster. Without CONTENT_ID everything in the store.
+    """
+    from shardline.artifact.shelf import Shelf
+    from shardline.cli.process import run_until_signal
+    from shardline.transport.http_server import check_listener, warn_of_plain_http
+    from shardline.transport.piece_server import PieceServer, piece_app
+
+    configuration = invocation.configuration()
+    credential = credential_of(configuration)
+    check_listener(host, insecure_plain_http=insecure_plain_http, credential=credential)
+    warn_of_plain_http(host)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(_store(invocation, folder))
+        shelf = Shelf()
+        for content_id in content_ids or store.content_ids():
+            shelf.put(stack.enter_context(_opened(store, content_id)))
+        app = piece_app(PieceServer(shelf, configuration.settings), credential)
+        run_until_signal(_serve(app, host, port, configuration.settings), drain_s=configuration.settings.drain_s)
+
+
+async def _serve(app: Any, host: str, port: int, settings: Settings) -> None:
+    from shardline.transport.http_server import serve
+
+    server = await serve(app, settings=settings, host=host, port=port, lifespan="off")
+    try:
+        click.echo(f"{server.url}: others fetch with --from {server.url}")
+        await asyncio.Event().wait()
+    finally:
+        await server.stop()
+
+
+@contextlib.contextmanager
+def _store(invocation: Invocation, folder: Path | None) -> Iterator[Store]:
+    from shardline.artifact.store import Store
+
+    configuration = invocation.configuration()
+    reserve = configuration.settings.store_reserve_bytes
+    store = Store(folder or configuration.state_dir / STORE_FOLDER, reserve_bytes=reserve)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _opened(store: Store, content_id: str) -> StoredArtifact:
+    """What lies in our own store was believed when it came; its name says what its bytes must be."""
+    from shardline.artifact.bundle import TrustPolicy
+
+    return store.open(content_id, TrustPolicy(content_ids=frozenset({content_id})))
+
+
+def _holding(store: Store, content_id: str) -> dict[str, Any]:
+    with _opened(store, content_id) as found:
+        answer: dict[str, Any] = msgspec.to_builtins(found.holding())
+        return answer
+
+
+def _piece_files(found: StoredArtifact) -> list[PieceFile]:
+    from shardline.transport.piece_client import PieceFile
+
+    manifest = found.bundle.manifest
+    return [
+        PieceFile(entry.pieces_root, entry.size, manifest.piece_length, manifest.torrent_path(entry))
+        for entry in manifest.files
+    ]
+
+
+def _layers(ranges: list[list[int]]) -> str:
+    return ", ".join(f"{first}:{last}" for first, last in ranges) or "–"
+
+
+def _print(as_json: bool, answer: Any, text: str) -> None:
+    if as_json:
+        import json
+
+        text = json.dumps(answer, indent=2, ensure_ascii=False)
+    click.echo(text)
+
+
+STORE_COMMANDS = (list_artifacts, fetch, seed, scrub, rm)

@@ -38,7 +38,7 @@ def bundle(tmp_path: Path) -> Path:
 def seeded(tmp_path: Path, bundle: Path) -> Iterator[str]:
     """The URL of a process that gives the whole model away; it has the credential of the state folder `two`."""
     first, second = tmp_path / "one", tmp_path / "two"
-    taken = answer(first, "fetch", bundle, "--files", tmp_path / "model")
+    taken = answer(first, "fetch", bundle, "--allow-unsigned", "--files", tmp_path / "model")
     assert taken["fetched_bytes"] == 0
     assert taken["adopted"] == [str(tmp_path / "model" / "llama-8.gguf")]
     command = [sys.executable, "-m", "shardline", "--state-dir", str(first), "artifact", "seed"]
@@ -58,28 +58,35 @@ def seeded(tmp_path: Path, bundle: Path) -> Iterator[str]:
 
 def test_some_layers_and_then_the_rest(tmp_path: Path, bundle: Path, seeded: str) -> None:
     state = tmp_path / "two"
-    part = answer(state, "fetch", bundle, "--layers", "2:4", "--from", seeded)
+    part = answer(state, "fetch", bundle, "--allow-unsigned", "--layers", "2:4", "--from", seeded)
     assert part["fetched_bytes"] == part["total_bytes"] < 4 << 20
     assert [source["state"] for source in part["sources"]] == ["active"]
     listed = answer(state, "list")[0]
     assert listed["held_bytes"] == part["total_bytes"]
     assert any(first <= 2 and last >= 4 for first, last in listed["servable"])
     assert "2:4" in run(state, "list").stdout
-    rest = run(state, "fetch", bundle, "--from", seeded).stdout
+    rest = run(state, "fetch", bundle, "--allow-unsigned", "--from", seeded).stdout
     assert "layers 0:8" in rest
     assert answer(state, "list")[0]["held_bytes"] == (tmp_path / "model" / "llama-8.gguf").stat().st_size
 
 
 def test_without_any_source_it_says_what_is_missing(tmp_path: Path, bundle: Path) -> None:
     with pytest.raises(ShardlineError, match="no source is known") as caught:
-        run(tmp_path / "two", "fetch", bundle)
+        run(tmp_path / "two", "fetch", bundle, "--allow-unsigned")
     assert caught.value.code == "artifact_unavailable"
+
+
+def test_nothing_is_fetched_on_anybodys_word(tmp_path: Path, bundle: Path) -> None:
+    with pytest.raises(ShardlineError, match="no key and no content_id is trusted") as caught:
+        run(tmp_path / "two", "fetch", bundle)
+    assert caught.value.code == "artifact_untrusted"
+    assert answer(tmp_path / "two", "list") == []
 
 
 def test_scrub_and_rm(tmp_path: Path, bundle: Path) -> None:
     state = tmp_path / "one"
     assert run(state, "list").stdout == "nothing is in the store\n"
-    content_id = answer(state, "fetch", bundle, "--files", tmp_path / "model")["content_id"]
+    content_id = answer(state, "fetch", bundle, "--allow-unsigned", "--files", tmp_path / "model")["content_id"]
     assert answer(state, "scrub", content_id)["bad"] == {}
     assert run(state, "rm", content_id).stdout.startswith(content_id)
     assert answer(state, "list") == []

@@ -188,17 +188,17 @@ def keygen(output: Path, as_json: bool) -> None:
 def _load(path: Path, public_keys: tuple[Path, ...]) -> Bundle:
     from shardline.artifact.bundle import load_bundle
 
-    return load_bundle(_bundle_folder(path), policy_of(public_keys))
+    return load_bundle(_bundle_folder(path), _policy(public_keys))
 
 
-def policy_of(public_keys: tuple[Path, ...]) -> TrustPolicy:
+def _policy(public_keys: tuple[Path, ...]) -> TrustPolicy:
     """Commands that only look go without a key, and say so."""
     from shardline.artifact.bundle import TrustPolicy
 
-    return TrustPolicy(keys=tuple(map(_public_key, public_keys)), allow_unsigned=not public_keys)
+    return TrustPolicy(keys=tuple(map(publisher_key, public_keys)), allow_unsigned=not public_keys)
 
 
-def _public_key(path: Path) -> EllipticCurvePublicKey:
+def publisher_key(path: Path) -> EllipticCurvePublicKey:
     from shardline.artifact.signing import KEY_BYTES_LIMIT, read_public_key
 
     return read_public_key(_read(path, KEY_BYTES_LIMIT))

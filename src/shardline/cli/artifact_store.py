@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from shardline.cli.artifact import key_option, policy_of
+from shardline.cli.artifact import key_option, publisher_key
 from shardline.cli.invocation import Invocation, credential_of, pass_invocation
 from shardline.cli.listings import as_json_option, columns, size
 from shardline.cli.progress import progress
@@ -24,6 +24,7 @@ from shardline.cli.values import LayerRange
 from shardline.errors import ShardlineError
 
 if TYPE_CHECKING:
+    from shardline.artifact.bundle import TrustPolicy
     from shardline.artifact.fetch import Fetch, FetchProgress
     from shardline.artifact.store import Store, StoredArtifact
     from shardline.settings import Settings
@@ -101,6 +102,7 @@ def scrub(invocation: Invocation, content_id: str, folder: Path | None, as_json:
 @click.option("--files", "folders", multiple=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
               metavar="FOLDER", help="Look there for files of the model first. Repeatable.")  # fmt: skip
 @key_option
+@click.option("--allow-unsigned", is_flag=True, help="Believe DIR, whoever made it.")
 @store_option
 @as_json_option
 @pass_invocation
@@ -111,6 +113,7 @@ def fetch(
     urls: tuple[str, ...],
     folders: tuple[Path, ...],
     public_keys: tuple[Path, ...],
+    allow_unsigned: bool,
     folder: Path | None,
     as_json: bool,
 ) -> None:
@@ -124,7 +127,10 @@ def fetch(
     from shardline.artifact.adoption import adopt_all
     from shardline.artifact.bundle import load_bundle
 
-    with _store(invocation, folder) as store, store.add(load_bundle(path, policy_of(public_keys))) as found:
+    with (
+        _store(invocation, folder) as store,
+        store.add(load_bundle(path, _policy(public_keys, allow_unsigned))) as found,
+    ):
         n_layers = found.bundle.manifest.model.n_layers
         first, last = layers or (0, n_layers)
         wanted = found.wanted(first, last) if layers else {n: range(f.count) for n, f in enumerate(found.files)}
@@ -248,6 +254,13 @@ def _store(invocation: Invocation, folder: Path | None) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+def _policy(public_keys: tuple[Path, ...], allow_unsigned: bool) -> TrustPolicy:
+    """Nothing is fetched on anybody's word, unless a flag says so."""
+    from shardline.artifact.bundle import TrustPolicy
+
+    return TrustPolicy(keys=tuple(map(publisher_key, public_keys)), allow_unsigned=allow_unsigned)
 
 
 def _opened(store: Store, content_id: str) -> StoredArtifact:

@@ -144,7 +144,7 @@ CATALOGUE: dict[str, Fault] = {
     "artifact_unavailable": Fault(
         503, SERVER, True, "Start a machine that has the missing pieces, or name another source of them."
     ),
-    "source_failed": Fault(502, SERVER, True, "Nothing, while there are other sources: pieces are asked of those."),
+    "source_failed": Fault(503, SERVER, True, "Nothing, while there are other sources: pieces are asked of those."),
     "setting_invalid": Fault(400, INVALID, False, "Correct the named setting."),
 }
 

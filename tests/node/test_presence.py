@@ -62,6 +62,30 @@ async def test_a_node_whose_identity_another_process_took_over_says_so_and_ends(
             cluster.nodes.remove(first)
 
 
+async def test_a_call_back_that_comes_too_late_once_is_tried_again(tmp_path: Path) -> None:
+    """A machine that is busy loading; one that is never reached is told so, after a few tries."""
+    settings = Settings(drain_s=3.0, tracker_heartbeat_s=0.1, dial_back_s=0.3)
+    async with local_cluster(tmp_path, layers=[], settings=settings) as cluster:
+        port = free_port()
+        async with Relay(port) as relay:
+            relay.hold()
+            node = await cluster.start_node(0, 3, port=port, advertise_url=relay.url)
+            async with asyncio.timeout(5):
+                while relay.accepted < 2:
+                    await asyncio.sleep(0.01)
+            relay.release()
+            await node.until("ready")
+            assert await states(cluster) == {node.node: "ready"}
+        async with Relay(free_port()) as nowhere:
+            nowhere.hold()
+            lost = await cluster.start_node(3, 6, advertise_url=nowhere.url)
+            assert lost.task is not None
+            with pytest.raises(ShardlineError, match="called back and did not answer") as ended:
+                await asyncio.wait_for(asyncio.shield(lost.task), 8)
+            assert (ended.value.code, nowhere.accepted) == ("registration_refused", 3)
+            cluster.nodes.remove(lost)
+
+
 def test_whatever_an_engine_says_fits_into_what_the_tracker_takes() -> None:
     """An error of many lines must not keep its Node from telling of it."""
     said = brief("no\nmemory\x1b[2J" + "é" * 5000)

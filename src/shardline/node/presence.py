@@ -52,6 +52,9 @@ _FINAL_LATER = frozenset({"identity_in_use", "join_refused"})
 """Of a Node that was taken in before: another process has its name now, or its certificate has ended and it gets no
 other. All else may pass (a clock that is being set, a
 call back that came while this machine was busy, a Tracker that is being exchanged)."""
+_LATE_CALLS = 3
+"""Calls back in succession that came through to nobody before a first registration is given up: one may meet a machine
+that is busy loading."""
 _PROBE_S = 1.0
 _RETRY_S = 0.5
 _REPEAT_S = 30.0
@@ -105,12 +108,16 @@ class Presence:
     async def run(self) -> ShardlineError:
         """Register, beat, and register again whenever the Tracker does not know this Node; returns the refusal that
         is final. From then on this Node takes no ticket."""
+        late_calls = 0
         while True:
             try:
                 await self._register()
+                late_calls = 0
                 await self._beat_until_forgotten()
             except ShardlineError as error:
-                if error.code in (_FINAL_AT_FIRST if self._answer is None else _FINAL_LATER):
+                late_calls += error.details.get("limit") == "dial_back"
+                may_pass = 0 < late_calls < _LATE_CALLS
+                if not may_pass and error.code in (_FINAL_AT_FIRST if self._answer is None else _FINAL_LATER):
                     self._answer = None
                     return error
                 self._complain("tracker_refused", error.message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
+from typing import Any
 
 import msgspec
 
@@ -56,8 +57,8 @@ class _VersionOf(msgspec.Struct):
     info: _Version
 
 
-def refused(why: str) -> ShardlineError:
-    return ShardlineError("registration_refused", why)
+def refused(why: str, **details: Any) -> ShardlineError:
+    return ShardlineError("registration_refused", why, **details)
 
 
 def check_protocol(theirs: int | str | None) -> None:

@@ -30,7 +30,7 @@ from shardline.tracker.registry import NodeRecord, Registry
 from shardline.tracker.selection import Query
 from shardline.tracker.tickets import RouteBook, TicketOffice, blames
 from shardline.transport.addresses import make_url, resolve_checked, split_url
-from shardline.transport.failures import HttpFailure, OwnLack
+from shardline.transport.failures import HttpFailure, OwnLack, TimedOut
 from shardline.transport.http_client import HttpClient
 from shardline.wire.messages import (
     Heartbeat,
@@ -173,9 +173,7 @@ class TrackerState:
                 dialled = make_url(parts.scheme, host, port, party=party)
                 proof = await self._answer_from(dialled, url, nonce)
         except TimeoutError:
-            raise admission.refused(
-                f"{url} was called back and did not answer within the limit dial_back ({self.settings.dial_back_s:g} s)"
-            ) from None
+            raise self._not_answered_in_time(url) from None
         admission.check_proof(proof, public_key, nonce, url)
         return dialled
 
@@ -184,10 +182,18 @@ class TrackerState:
             return await self._dial(dialled, nonce)
         except OwnLack as failure:
             raise failure.error() from None
+        except TimedOut:
+            raise self._not_answered_in_time(url) from None
         except (HttpFailure, ShardlineError) as error:
             raise admission.refused(
                 f"{url} was called back and did not answer as a Node does: {str(error)[:300]}"
             ) from None
+
+    def _not_answered_in_time(self, url: str) -> ShardlineError:
+        limit_s = self.settings.dial_back_s
+        return admission.refused(
+            f"{url} was called back and did not answer within the limit dial_back ({limit_s:g} s)", limit="dial_back"
+        )
 
     async def heartbeat(self, node_id: str, statement: str) -> HeartbeatAnswer:
         """Take a heartbeat; a Node that was reported is dialled, and is back if it answers."""

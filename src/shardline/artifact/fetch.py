@@ -3,7 +3,7 @@
 Owns the tasks: bounded requests to each source, every piece checked as it comes, commits in batches, what happens when
 a source lies, fails or is slow, when the disk is full, and when another process fetches the same. Which piece is asked
 of whom is fetch_plan.py's; how a source is reached is the sources' own. Cancel `run` at any time: checked pieces stay.
-Shown by tests/artifact/test_fetch.py and test_fetch_killed.py.
+Shown by tests/artifact/test_fetch.py and test_store_processes.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns what was written and is not yet in the records, and the batches in which it gets there. It fetches nothing: pieces
 come as bytes (`put`), or lie in the data file already, written by another program (`confirm`). Threads may call it at
-once. Blocking. Shown by tests/artifact/test_store.py and test_fetch_killed.py.
+once. Blocking. Shown by tests/artifact/test_store.py and test_store_processes.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -41,3 +42,26 @@ def test_every_row_is_measured() -> None:
     assert [node["layers"] for node in found["memory"]] == ["0:30", "0:10", "10:30"]
     assert all(node["resident"] > node["weights"] > 0 and node["kv"] > 0 for node in found["memory"])
     assert "**Decode, one stream**" in found["report"]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("words", ["starting a route of 2 Nodes", "round 0"])
+def test_ctrl_c_ends_it_without_a_report(words: str) -> None:
+    """While the routes start, and while they are measured: a report of no rounds would pass for one."""
+    flags = ["--nodes", "1,2", "--streams", "1", "--rounds", "50", "--prefill", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "shardline", "bench", str(demo_model()), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        said = ""
+        while words not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        process.send_signal(signal.SIGINT)
+        report, rest = process.communicate(timeout=60)
+    assert process.returncode == 130, rest
+    assert report == "" and "fault of Shardline" not in rest

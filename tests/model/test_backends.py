@@ -46,6 +46,7 @@ def test_an_unknown_engine_and_a_missing_library(
     with pytest.raises(ShardlineError, match="no_such_module is not installed") as caught:
         backends.load("torch", spec(), nothing)
     assert caught.value.code == "engine_unavailable"
+    assert "pip install -e '.[torch]'" in caught.value.advice
 
 
 def test_only_the_scripted_engine_runs_inline(spec: Callable[..., ShardSpec]) -> None:

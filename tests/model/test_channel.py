@@ -57,15 +57,16 @@ def test_frames_survive_any_split(cuts: list[int]) -> None:
 def test_a_description_and_outcomes_cross(spec: Callable[..., ShardSpec]) -> None:
     backend = load_inline(spec(3, 6, layout=[["streams", "F32", [4, 8]], ["aux", "F16", [8]]]))
     loaded = Loaded(backend.describe(), backend.text_bundle())
-    fault = Fault.of(ShardlineError("deadline", "late", param="p", limit="step", position=3))
+    fault = Fault.of(ShardlineError("deadline", "late", param="p", advice="wait", limit="step", position=3))
     done = BatchDone([None, fault, Sampled(7, -0.5, [(7, -0.5)], "stop"), Sampled(1, None, None, None)], 12.5)
     first, second = FrameReader(Answer).feed(frame(loaded) + frame(done))
     assert (first, second) == (loaded, done)
     error = second.outcomes[1].error()
-    assert (error.code, error.message, error.param, error.details) == (
+    assert (error.code, error.message, error.param, error.advice, error.details) == (
         "deadline",
         "late",
         "p",
+        "wait",
         {"limit": "step", "position": 3},
     )
 

@@ -86,6 +86,17 @@ async def test_a_call_back_that_comes_too_late_once_is_tried_again(tmp_path: Pat
             cluster.nodes.remove(lost)
 
 
+async def test_a_node_whose_shard_does_not_load_ends_with_the_engines_own_reason(tmp_path: Path) -> None:
+    script: dict[str, Any] = {"faults": [{"kind": "oom", "phase": "load", "node": 3}]}
+    async with local_cluster(tmp_path, layers=[(0, 3)], script=script, settings=SETTINGS) as cluster:
+        node = await cluster.start_node(3, 6)
+        assert node.task is not None
+        with pytest.raises(ShardlineError, match="the Shard did not load: ") as ended:
+            await asyncio.wait_for(asyncio.shield(node.task), 8)
+        assert ended.value.code == "engine_out_of_memory"
+        cluster.nodes.remove(node)
+
+
 def test_whatever_an_engine_says_fits_into_what_the_tracker_takes() -> None:
     """An error of many lines must not keep its Node from telling of it."""
     said = brief("no\nmemory\x1b[2J" + "é" * 5000)

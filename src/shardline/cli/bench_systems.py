@@ -188,6 +188,9 @@ def route(
         cluster = Cluster(supervisor, plan, lambda words: None)
         cluster.start(configuration, GlobalFlags(given=["--state-dir", str(state)], added=["--set", "drain_s=1"]))
         yield Route(cluster, credential_of(configuration))
+        return
+    # Only a signal leads here. The parts have ended; so must the measurement, which would go on without them.
+    raise KeyboardInterrupt
 
 
 def _unseen(child: Child) -> None:

@@ -228,7 +228,11 @@ def _single_bos(tokens: list[int], bos: int | None) -> list[int]:
 
 def _unavailable(what: str, reasons: list[str]) -> ShardlineError:
     log.warning("text_unavailable", lacking=what, reasons=reasons)
-    return ShardlineError("text_unavailable", f"no head Node of the model {what} now: {len(reasons)} asked")
+    return ShardlineError(
+        "text_unavailable",
+        f"no head Node of the model {what} now: {len(reasons)} asked",
+        advice="Send again in a few seconds: a Node that is gone is taken out by then. If one runs, look at its log.",
+    )
 
 
 def _read(path: Path) -> bytes | None:

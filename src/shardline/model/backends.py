@@ -41,7 +41,9 @@ def _find(table: Mapping[str, str], name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise ShardlineError(
-            "engine_unavailable", f"the {name} engine cannot be loaded: {error.name or error} is not installed"
+            "engine_unavailable",
+            f"the {name} engine cannot be loaded: {error.name or error} is not installed",
+            advice=f"Install it: pip install 'shardline[{name}]', or in a clone: pip install -e '.[{name}]'",
         ) from error
 
 

@@ -38,14 +38,15 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=0):
     message: str
     param: str | None = None
     details: dict[str, Any] = {}
+    advice: str | None = None
 
     @classmethod
     def of(cls, error: ShardlineError) -> Fault:
-        return cls(error.code, error.message, error.param, error.details)
+        return cls(error.code, error.message, error.param, error.details, error.advice)
 
     def error(self) -> ShardlineError:
         known = self.code if self.code in CATALOGUE else "engine_error"
-        return ShardlineError(known, self.message, param=self.param, **self.details)
+        return ShardlineError(known, self.message, param=self.param, advice=self.advice, **self.details)
 
 
 # Node -> worker. Each is answered once, in order; texts on a socket of their own (worker_texts.py).

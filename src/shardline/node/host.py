@@ -94,6 +94,8 @@ class ShardHost:
         self._room = asyncio.Event()
         self._decode_ms: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._hop_ms: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self.load_failure: ShardlineError | None = None
+        """Why the first load failed."""
         self.settled = asyncio.Event()
         """The first load has succeeded or failed."""
         self.on_change: Callable[[], None] = lambda: None
@@ -117,6 +119,7 @@ class ShardHost:
             self.sessions.ledger.capacity = self._kv_capacity(self.description)
             await self._test()
         except ShardlineError as error:
+            self.load_failure = error
             self._set_state("failed", error.message)
 
     async def _test(self) -> None:

@@ -122,6 +122,7 @@ async def _layers(
         host=host_id(),
         host_memory_bytes=psutil.virtual_memory().total,
     )
+    said = ""
     while True:
         try:
             answer = await tracker.placement(request)
@@ -130,8 +131,19 @@ async def _layers(
         except ShardlineError as error:
             if error.code != "tracker_unreachable":
                 raise
-            log.warning("tracker_unreachable", reason=error.message)
+            if error.message != said:
+                said = error.message
+                advice = "start one: shardline serve; or name it: --tracker URL, or --join LINE"
+                log.warning("tracker_unreachable", reason=said, advice=advice, goes_on="asking")
         await asyncio.sleep(_PLACEMENT_RETRY_S)
+
+
+def _not_loaded(cause: ShardlineError) -> ShardlineError:
+    """What ends a Node whose Shard did not load, with the advice for that: nobody starts it again by itself."""
+    advice = cause.advice
+    if cause.code == "engine_lost":
+        advice = "The last lines of its log say why. Correct that, then start the Node again."
+    return ShardlineError(cause.code, f"the Shard did not load: {cause.message}", advice=advice, **cause.details)
 
 
 class _Node:
@@ -270,8 +282,8 @@ class _Node:
         """Tell whoever waits once the Tracker knows a ready Shard; a first load that failed ends the Node."""
         await presence.registered.wait()
         await host.settled.wait()
-        if host.state == "failed":
-            raise ShardlineError("engine_lost", f"the Shard did not load: {host.reason}")
+        if host.load_failure is not None:
+            raise _not_loaded(host.load_failure)
         await presence.tell_now()
         self._options.announce("ready", node=presence.node_id, layers=f"{self._planned.first}:{self._planned.last}")
 

@@ -165,7 +165,10 @@ class InlineEngine:
         self._stopped = False
 
     async def start(self) -> ShardDescription:
-        backend = self._load()
+        try:
+            backend = self._load()
+        except Exception as error:  # whatever loading raises is told as the engine's fault
+            raise fault_of(error) from error
         await self._pause(backend.load_pace_s(), "worker_start", self._settings.worker_start_s)
         return self._serve(backend)
 

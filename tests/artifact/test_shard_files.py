@@ -97,8 +97,10 @@ def test_a_second_call_takes_the_file_that_is_there(model: GGUFModel, cache: Pat
     files = ShardFiles(cache)
     first = files.shard(model, CONTENT_ID, 2, 6)
     state = first.stat()
-    again = files.shard(model, CONTENT_ID, 2, 6, progress=lambda *_: pytest.fail("it was written again"))
+    steps: list[tuple[int, int]] = []
+    again = files.shard(model, CONTENT_ID, 2, 6, progress=lambda *step: steps.append(step))
     assert again == first
+    assert steps[-1] == (state.st_size, state.st_size)
     assert (again.stat().st_ino, again.stat().st_mtime_ns) == (state.st_ino, state.st_mtime_ns)
 
 
@@ -117,12 +119,22 @@ def test_ranges_models_and_vocabularies_have_files_of_their_own(model: GGUFModel
     assert not vocabulary.tensors
 
 
-@pytest.mark.parametrize("damage", ["shorter", "longer", "header", "empty"])
+@pytest.mark.parametrize("damage", ["shorter", "longer", "header", "empty", "zeros", "bit", "last"])
 def test_a_damaged_file_is_made_again(model: GGUFModel, cache: Path, damage: str) -> None:
     files = ShardFiles(cache)
     path = files.shard(model, CONTENT_ID, 2, 6)
     whole = path.read_bytes()
-    wrong = {"shorter": whole[:-1], "longer": whole + b"x", "header": b"GGUX" + whole[4:], "empty": b""}
+    middle = len(whole) // 2
+    wrong = {
+        "shorter": whole[:-1],
+        "longer": whole + b"x",
+        "header": b"GGUX" + whole[4:],
+        "empty": b"",
+        "zeros": whole[:middle] + bytes(256) + whole[middle + 256 :],
+        "bit": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "last": whole[:-1] + bytes([whole[-1] ^ 128]),
+    }
+    assert wrong[damage] != whole
     path.write_bytes(wrong[damage])
     assert files.shard(model, CONTENT_ID, 2, 6).read_bytes() == whole
 
@@ -210,7 +222,13 @@ def test_two_processes_make_it_once(model: GGUFModel, cache: Path, tmp_path: Pat
 
     def second() -> None:
         files = ShardFiles(cache)
-        got.append(files.shard(model, CONTENT_ID, 2, 6, progress=lambda done, _: written.append(done)))
+        path = files.shard_path(CONTENT_ID, 2, 6)
+
+        def heard(done: int, _: int) -> None:
+            if not path.exists():
+                written.append(done)  # else it looks at what the other one made
+
+        got.append(files.shard(model, CONTENT_ID, 2, 6, progress=heard))
 
     with child_that_stops_half_way(model, cache, go) as child:
         waiting = threading.Thread(target=second)

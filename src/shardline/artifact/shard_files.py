@@ -1,9 +1,10 @@
 """Shard files on disk: carries a plan out, once for each Model Artifact and range, and keeps the result.
 
-Owns the cache folder. A file appears under its name whole and synced, or not at all: written aside, renamed at the end.
-Processes that want the same file at once make it once (flock, which ends with its owner). Bytes are copied inside the
-kernel where it can. It decides nothing about the content (formats/shard_gguf.py does) and never touches the network.
-Blocking: call it in a thread. Shown by tests/artifact/test_shard_files.py.
+Owns the cache folder. A file appears under its name whole and synced, or not at all: written aside, renamed at the end;
+one that is there is compared with the model first. Processes that want the same file at once make it once (flock, which
+ends with its owner). Bytes are copied inside the kernel where it can. It decides nothing about the content
+(formats/shard_gguf.py does) and never touches the network. Blocking: call it in a thread.
+Shown by tests/artifact/test_shard_files.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardline.formats.gguf_files import GGUFModel
 from shardline.formats.shard_gguf import PAGE, RECIPE, Copy, ShardPlan, Zeros, plan_shard, plan_vocabulary
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes written so far and the bytes to write."""
+"""Called with the bytes of the file that were checked or written so far, and all of them."""
 Cancelled = Callable[[], bool]
 """Asked between chunks of 16 MiB; True ends the work with `cancelled`."""
 
@@ -32,7 +33,9 @@ LOCK_WAIT_S = 3600.0
 """How long another process may take to make the file that this one waits for."""
 
 _LOCK_POLL_S = 0.05
-_ADVICE = "Make room on that disk, or choose a folder that you may write to."
+_ADVICE = (
+    "Make room on that disk, or choose another folder: --state-dir for the cache of a Node, -o for a file of your own."
+)
 _CONTENT_ID = re.compile(r"mac1-[0-9a-f]{64}")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
@@ -95,12 +98,13 @@ class ShardFiles:
         cancelled: Cancelled | None,
         growing: bool = False,
     ) -> Path:
-        if _is_whole(path, plan):
+        steps = _Steps(plan.nbytes, progress, cancelled)
+        if _is_whole(path, plan, model, steps):
             return path
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with _locked(path, self.lock_wait_s, cancelled):
-                if not _is_whole(path, plan):
+                if not _is_whole(path, plan, model, steps):
                     self._sweep()
                     write_plan(plan, model, path, growing=growing, progress=progress, cancelled=cancelled)
         except OSError as error:
@@ -253,13 +257,34 @@ def _put(handle: int, data: bytes, offset: int) -> int:
     return done
 
 
-def _is_whole(path: Path, plan: ShardPlan) -> bool:
-    """Whether the cached file is the planned one, as far as its size and its header show."""
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size == plan.nbytes and file.read(len(plan.header)) == plan.header
-    except OSError:
-        return False
+def _is_whole(path: Path, plan: ShardPlan, model: GGUFModel, steps: _Steps) -> bool:
+    """Whether the cached file is the planned one, byte for byte: disks lose some, and weights that are a little wrong
+    answer without an error."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("rb"))
+            if os.fstat(file.fileno()).st_size != plan.nbytes or file.read(len(plan.header)) != plan.header:
+                return False
+        except OSError:
+            return False
+        sources, position = _Sources(model, stack), len(plan.header)
+        for piece in plan.pieces:
+            for done in range(0, piece.nbytes, CHUNK):
+                size = min(CHUNK, piece.nbytes - done)
+                if _expected(sources, piece, done, size) != os.pread(file.fileno(), size, position + done):
+                    return False
+                steps.reached(position + done + size)
+            position += piece.nbytes
+    return True
+
+
+def _expected(sources: _Sources, piece: Copy | Zeros, done: int, size: int) -> bytes:
+    """`size` bytes of a piece from byte `done` on."""
+    if isinstance(piece, Zeros):
+        return bytes(size)
+    if piece.factor is None:
+        return _read(sources.of(piece.file), size, piece.offset + done)
+    return _multiplied(sources.of(piece.file), piece)[done : done + size]
 
 
 @contextlib.contextmanager
@@ -289,7 +314,7 @@ def _check_space(folder: Path, needed: int) -> None:
     stat = os.statvfs(folder)
     free = stat.f_bavail * stat.f_frsize
     if free < needed:
-        message = f"no Shard file in {folder.name!r:.200}: it needs {needed} bytes, {free} are free"
+        message = f"no Shard file in {str(folder)!r:.300}: it needs {needed} bytes, {free} are free"
         raise ShardlineError("disk_full", message, advice=_ADVICE, needed_bytes=needed, free_bytes=free)
 
 
@@ -314,7 +339,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _unwritable(error: OSError, folder: Path) -> ShardlineError:
     code = "disk_full" if error.errno in _FULL else "state_unwritable"
-    message = f"no Shard file can be written to {folder.name!r:.200}: {error.strerror or type(error).__name__}"
+    message = f"no Shard file can be written to {str(folder)!r:.300}: {error.strerror or type(error).__name__}"
     return ShardlineError(code, message, advice=_ADVICE)
 
 

@@ -358,7 +358,7 @@ def test_a_folder_that_takes_no_files(model: GGUFModel, tmp_path: Path) -> None:
     with pytest.raises(ShardlineError, match="no Shard file can be written") as caught:
         ShardFiles(tmp_path / "file").shard(model, CONTENT_ID, 2, 6)
     assert caught.value.code == "state_unwritable"
-    assert "choose a folder" in caught.value.advice
+    assert "choose another folder" in caught.value.advice
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

@@ -118,12 +118,39 @@ async def _is_in(cluster: Cluster, phase: str) -> bool:
     return phase != "opening" or (await cluster.kv(1))["sessions"] == 1
 
 
+class ShardFile:
+    """That of the Node in the middle."""
+
+    def __init__(self, folder: Path) -> None:
+        (self.path,) = folder.rglob("*-10-20.gguf")
+        self.whole = self.path.read_bytes()
+
+    def lose(self) -> None:
+        self.path.unlink()
+
+    def damage(self) -> None:
+        """Not in place: a worker has the file mapped."""
+        half = len(self.whole) // 2
+        beside = self.path.with_suffix(".damaged")
+        beside.write_bytes(self.whole[:half] + bytes(len(self.whole) - half))
+        beside.replace(self.path)
+
+    def is_whole(self) -> bool:
+        return self.path.read_bytes() == self.whole
+
+
 @pytest.mark.timeout(150)
 async def test_one_cluster_meets_one_fault_after_another(tmp_path: Path, report: Report) -> None:
+    """Its Shard file is lost at the first crash, and damaged at the second: it is made again from the model."""
     async with a_cluster(tmp_path) as cluster:
+        shard_file = ShardFile(tmp_path)
+        shard_file.lose()
+        await check_cell(cluster, "ggml aborted", "decode", report)
+        assert shard_file.is_whole()
+        shard_file.damage()
+        await check_cell(cluster, "worker crashed", "prefill", report)
+        assert shard_file.is_whole()
         for fault, phase in [
-            ("ggml aborted", "decode"),
-            ("worker crashed", "prefill"),
             ("link cut", "decode"),
             ("killed", "decode"),
         ]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,8 @@ class Engine(Protocol):
     on_ready: Callable[[], None]
     on_progress: Callable[[int, int], None]
     """While it loads: how much is done, of how much; in units of the engine's own (layers, bytes)."""
+    before_restart: Callable[[], Awaitable[None]]
+    """Awaited before it starts itself again: what must be on disk may be lost, too. What it raises is a failed try."""
 
     async def start(self) -> ShardDescription:
         """Load the Shard. Raises what loading raised, or `engine_lost`; a first start is not repeated."""
@@ -91,6 +93,10 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """Free everything; idempotent. What still waits, a batch too, fails with `draining`; `on_lost` is not called.
         To be awaited by whoever made the engine, also after a start that failed or was cancelled."""
+
+
+async def nothing_to_make() -> None:
+    """Of an engine that needs no files of its own."""
 
 
 class Restarts:
@@ -150,6 +156,8 @@ class InlineEngine:
         self.on_lost: Callable[[ShardlineError], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        self.before_restart: Callable[[], Awaitable[None]] = nothing_to_make
+        """Not asked: a script is read once."""
         self._load = load
         self._settings = settings
         self._restarts = Restarts(settings)

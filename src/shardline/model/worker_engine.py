@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
@@ -33,7 +33,7 @@ from shardline.model.channel import (
     Tested,
     Tokenize,
 )
-from shardline.model.engine import BatchResult, Done, Restarts, given_up, step_limit
+from shardline.model.engine import BatchResult, Done, Restarts, given_up, nothing_to_make, step_limit
 from shardline.model.generation import SampledToken, StepResult
 from shardline.model.worker_process import WorkerProcess, worker_environment
 from shardline.settings import Settings
@@ -50,6 +50,7 @@ class WorkerEngine:
         self.on_lost: Callable[[ShardlineError], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        self.before_restart: Callable[[], Awaitable[None]] = nothing_to_make
         self._name = name
         self._spec = spec
         self._settings = settings
@@ -113,6 +114,8 @@ class WorkerEngine:
         """One worker from start to burial: why it was lost, and for how many seconds it served."""
         ended = asyncio.Event()
         try:
+            if self._description is not None:
+                await self.before_restart()
             worker = WorkerProcess(self._settings, self._environment)
         except ShardlineError as refused:
             self._down = refused

@@ -68,7 +68,7 @@ class ShardHost:
         tasks: asyncio.TaskGroup,
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`prepare` makes what the engine must find on disk, before it is started."""
+        """`prepare` makes what the engine must find on disk, before each of its starts."""
         self.node_id = node_id
         self.settings = settings
         self.engine = engine
@@ -114,6 +114,7 @@ class ShardHost:
     async def _load(self) -> None:
         try:
             if self._prepare is not None:
+                self.engine.before_restart = self._prepare
                 await self._prepare()
             self.description = await self.engine.start()
             self.sessions.ledger.capacity = self._kv_capacity(self.description)

@@ -28,7 +28,9 @@ pytest.importorskip("llama_cpp")
 
 LOADED = {"dial_back_s": 30, "beat_timeout_s": 20, "push_s": 20, "control_s": 30}
 """30 Nodes and 30 workers on two cores: nobody is lost for waiting."""
-ROOM_BYTES = 200_000_000
+ROOM_BYTES = 240_000_000
+"""Beside a Shard and its KV. The benchmark page has what is measured, at most 200 MB wanted; here with room for what
+allocators keep."""
 NODE = ["--threads", "1", "--kv-tokens", "4096"]
 
 
@@ -62,7 +64,7 @@ def compare(alone: list[Answer], together: list[Answer], tie: float) -> list[str
 
 
 async def held(cluster: Cluster, number: int, model: Path) -> tuple[int, int]:
-    """Resident bytes of a Node and its worker, and what they may be: Shard, KV and 200 MB."""
+    """Resident bytes of a Node and its worker, and what they may be: Shard, KV and some room."""
     info = await cluster.node_info(number)
     shard = info["shards"][0]
     span = f"-{shard['first']}-{shard['last']}.gguf"

@@ -11,6 +11,7 @@ import pytest
 
 from shardline.gateway.reuse import OFF
 from tests.support.cluster import Cluster, Json, model_cluster
+from tests.support.greedy import F16_CACHE
 from tests.support.reuse import check_reuse, completed
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(400)]
@@ -26,17 +27,28 @@ TEXT = (
 )
 QUESTION = "<|im_end|>\n<|im_start|>user\nWhich is the oldest? Answer briefly.<|im_end|>\n<|im_start|>assistant\n"
 PENALTIES = {"repeat_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {"260": 2}}
-NEAR_TIE = 1e-3
+TIES = {"torch": 1e-3, "llama": F16_CACHE}
+"""What reuse computes in other batch shapes, and in other cells, moves logits by less than this."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """llama.cpp gets weights of float32: with those of 4 bits its own roundings are larger than what a wrong cache
+    would do to a text."""
+    pytest.importorskip("torch")
+    pytest.importorskip("llama_cpp")
+    from shardline.cli.demo_model import demo_model
+    from tests.support.decoded_model import write_decoded
+
+    decoded = write_decoded(demo_model(), tmp_path_factory.mktemp("decoded") / "decoded.gguf")
+    return {"torch": demo_model(), "llama": decoded}
 
 
 @asynccontextmanager
-async def routes(folder: Path, engine: str, layers: tuple[str, ...]) -> AsyncIterator[tuple[Cluster, str]]:
+async def routes(folder: Path, model: Path, engine: str, layers: tuple[str, ...]) -> AsyncIterator[tuple[Cluster, str]]:
     """A cluster, and a second Gateway of it that reuses nothing: the same Nodes compute the whole prompt."""
-    pytest.importorskip({"torch": "torch", "llama": "llama_cpp"}[engine])
-    from shardline.cli.demo_model import demo_model
-
     arguments = ("--threads", "1", "--kv-tokens", "4096")
-    async with model_cluster(folder, demo_model(), layers=layers, engine=engine, node_arguments=arguments) as cluster:
+    async with model_cluster(folder, model, layers=layers, engine=engine, node_arguments=arguments) as cluster:
         reusing = cluster.gateway
         cluster.settings = {"prefix_sessions": 0}
         plain = (await cluster.start_gateway()).url
@@ -50,25 +62,25 @@ async def ids_of(cluster: Cluster, text: str) -> list[int]:
     return list(answer.json()["tokens"])
 
 
-def check_same(answer: Json, plain: Json) -> None:
+def check_same(answer: Json, plain: Json, tie: float) -> None:
     """Equal tokens and numbers as near as batch shapes let them be; or the first difference is where two tokens were as
     good as equal."""
     found, wanted = (a["choices"][0]["logprobs"] for a in (answer, plain))
     for step, (token, right) in enumerate(zip(found["tokens"], wanted["tokens"], strict=False)):
         best, second = sorted(wanted["top_logprobs"][step].values(), reverse=True)[:2]
         if token != right:
-            assert best - second < NEAR_TIE, f"step {step}: {token!r} where {right!r} was expected"
+            assert best - second < tie, f"step {step}: {token!r} where {right!r} was expected"
             print(f"near-tie at step {step}: {token!r} for {right!r}, {best - second:.6f}")
             return
-        assert abs(found["token_logprobs"][step] - wanted["token_logprobs"][step]) < 0.05, (step, token)
+        assert abs(found["token_logprobs"][step] - wanted["token_logprobs"][step]) < max(0.05, 2 * tie), (step, token)
     assert len(found["tokens"]) == len(wanted["tokens"])
 
 
 @pytest.mark.parametrize(("engine", "layers"), ROUTES)
 async def test_second_turns_compute_the_rest_and_say_the_same(
-    tmp_path: Path, engine: str, layers: tuple[str, ...]
+    tmp_path: Path, models: dict[str, Path], engine: str, layers: tuple[str, ...]
 ) -> None:
-    async with routes(tmp_path, engine, layers) as (cluster, plain_url):
+    async with routes(tmp_path, models[engine], engine, layers) as (cluster, plain_url):
         first = await ids_of(cluster, TEXT)
 
         async def both(prompt: list[int], cached: int, reason: str | None = None, **more: Any) -> Json:
@@ -76,7 +88,7 @@ async def test_second_turns_compute_the_rest_and_say_the_same(
             check_reuse(plain, 0, OFF)
             answer = await completed(cluster, prompt, 24, logprobs=2, **more)
             check_reuse(answer, cached, reason)
-            check_same(answer, plain)
+            check_same(answer, plain, TIES[engine])
             await cluster.until_free()
             return answer
 
@@ -102,9 +114,9 @@ async def test_second_turns_compute_the_rest_and_say_the_same(
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "llama")]
 )
-async def test_a_chat_as_clients_send_it(tmp_path: Path, engine: str) -> None:
+async def test_a_chat_as_clients_send_it(tmp_path: Path, models: dict[str, Path], engine: str) -> None:
     """Messages, not ids: the answer comes back as text, and is found again."""
-    async with routes(tmp_path, engine, TWO) as (cluster, plain_url):
+    async with routes(tmp_path, models[engine], engine, TWO) as (cluster, plain_url):
         messages = [{"role": "user", "content": "Name three kinds of shards, each in one short sentence, and say why."}]
         for turn in range(3):
             body = {"model": cluster.model, "messages": messages, "max_tokens": 40, "temperature": 0}

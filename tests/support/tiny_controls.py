@@ -41,7 +41,7 @@ _RULES = (
     _control("ernie4_5-moe", 3, _UNALIGNED, "cut inside a group"),
     _control("smallthinker", 4, {"counts": ()}, "a part of four layers"),
     _control("glm-dsa", 4, {"indexers": False}, "a part that begins without an indexer"),
-    _control("minimax-m3 (one session)", 1, {"sparse_layer": False}, "a part without experts"),
+    _control("minimax-m3", 1, {"sparse_layer": False}, "a part without experts"),
     _control("dots3note", 7, {"unwindowed_layer": False}, "a part with nothing but windows"),
     _control("gpt-oss", 7, {"window": None}, "a part without a window", _WINDOWS),
     _control("gemma3", 7, {"window": None}, "a part without a window", _WINDOWS),

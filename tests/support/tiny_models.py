@@ -260,10 +260,8 @@ ATTENTION: tuple[TinyModel, ...] = (
     _keys("minimax-m2", MOE),
     _keys("minimax-m3", DENSE_LEAD | {"attention.indexer.head_count": 2, "attention.indexer.key_length": 16,
                                       "attention.indexer.top_k": 2, "attention.indexer.block_size": 4,
-                                      "attention.indexer.local_blocks": 1}, refused=(1, 2)),
-    _variant("minimax-m3", "one session", DENSE_LEAD | {
-        "attention.indexer.head_count": 2, "attention.indexer.key_length": 16, "attention.indexer.top_k": 2,
-        "attention.indexer.block_size": 4, "attention.indexer.local_blocks": 1}, refused=(1, 2), sequences=1),
+                                      "attention.indexer.local_blocks": 1}, refused=(1, 2),
+          sequences=1),
     _plain("pangu-embedded"),
     _keys("mistral3", {"attention.temperature_scale": 0.1, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
                        "rope.scaling.original_context_length": 8, "rope.scaling.yarn_log_multiplier": 1.0}),

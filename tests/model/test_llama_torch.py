@@ -7,15 +7,14 @@ near-ties.
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
 
-from shardline.formats.gguf import read_header
 from shardline.model.backend import ShardSpec
 from shardline.model.llama_shard import load as load_llama
 from shardline.model.torch_backend import load as load_torch
+from tests.support.decoded_model import write_decoded
 from tests.support.llama_route import LAYERS, SMOLLM2, WIDTH, entry, hidden_of, result, spec
 
 pytestmark = [pytest.mark.llama, pytest.mark.torch, pytest.mark.smollm2, pytest.mark.timeout(240)]
@@ -34,27 +33,7 @@ QUANTISED = 0.08
 
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory):
-    """SmolLM2 with every tensor in float32."""
-    path = tmp_path_factory.mktemp("decoded") / "smollm2-f32.gguf"
-    header, reader = read_header(SMOLLM2), gguf.GGUFReader(SMOLLM2)
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
-            continue
-        if field.types[0] != gguf.GGUFValueType.ARRAY:
-            writer.add_key_value(key, field.contents(), field.types[0])
-        elif field.types[-1] == gguf.GGUFValueType.STRING:
-            writer.add_array(key, header.strings(key))
-        else:
-            writer.add_array(key, list(header.numbers(key)))
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_decoded(SMOLLM2, tmp_path_factory.mktemp("decoded") / "smollm2-f32.gguf")
 
 
 def layer_rows(shards, prompt: list[int]) -> list[np.ndarray]:

@@ -54,6 +54,23 @@ def result(outputs: list[BackendOutput | Exception]) -> BackendOutput:
     return output
 
 
+def through(shards: Sequence[LlamaBackend], entries: Sequence[BackendEntry]) -> list[BackendOutput]:
+    """What the last of a chain gives for `entries`; rows are copied between them, as they are on a wire. Raises what
+    an entry failed with."""
+    outputs: list[BackendOutput] = []
+    for shard in shards:
+        outputs = []
+        for output in shard.run(entries):
+            if isinstance(output, Exception):
+                raise output
+            outputs.append(BackendOutput(tuple(bytes(h) for h in output.hidden), output.logits))
+        entries = [
+            BackendEntry(e.slot, e.position, e.rows, e.tokens, o.hidden, e.want_output)
+            for e, o in zip(entries, outputs, strict=True)
+        ]
+    return outputs
+
+
 class Route:
     """A chain of Shards; rows are copied between them, as they are on a wire."""
 
@@ -68,17 +85,7 @@ class Route:
 
     def run(self, entries: Sequence[BackendEntry]) -> list[np.ndarray | None]:
         """Copies of the logits of each entry, None where none are wanted."""
-        outputs: list[BackendOutput] = []
-        for shard in self.shards:
-            outputs = []
-            for output in shard.run(entries):
-                if isinstance(output, Exception):
-                    raise output
-                outputs.append(BackendOutput(tuple(bytes(h) for h in output.hidden), output.logits))
-            entries = [
-                BackendEntry(e.slot, e.position, e.rows, e.tokens, o.hidden, e.want_output)
-                for e, o in zip(entries, outputs, strict=True)
-            ]
+        outputs = through(self.shards, entries)
         return [None if o.logits is None else np.array(o.logits) for o in outputs]
 
     def close(self) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from shardline.artifact.shard_files import ShardFiles
 from shardline.formats.gguf_files import read_model
-from shardline.model.backend import BackendEntry, BackendOutput, ShardSpec
+from shardline.model.backend import ShardSpec
 from shardline.model.llama_backend import LlamaBackend
 from shardline.model.llama_shard import load
-from tests.support.llama_route import CONTENT_ID, entry
+from tests.support.llama_route import CONTENT_ID, entry, through
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import TinyModel
 
@@ -46,17 +46,7 @@ class TinyRoute:
     def run(self, call: Sequence[tuple[int, int, Sequence[int]]]) -> np.ndarray:
         """(slot, position, tokens) for each entry; the logits of each one's last row, [entries, vocabulary]."""
         entries = [entry(tokens, position, slot=slot) for slot, position, tokens in call]
-        outputs: list[BackendOutput] = []
-        for shard in self.shards:
-            outputs = []
-            for output in shard.run(entries):
-                if isinstance(output, Exception):
-                    raise output
-                outputs.append(BackendOutput(tuple(bytes(h) for h in output.hidden), output.logits))
-            entries = [
-                BackendEntry(e.slot, e.position, e.rows, e.tokens, o.hidden, True)
-                for e, o in zip(entries, outputs, strict=True)
-            ]
+        outputs = through(self.shards, entries)
         return np.stack([np.array(o.logits) for o in outputs])
 
     def close(self) -> None:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from shardline.cli.bench_load import decode_rate, run_streams
-from shardline.cli.chat import first_model
-from shardline.cli.cluster import Cluster, GlobalFlags, planned
+from shardline.cli.cluster import Cluster, GlobalFlags, first_model_of, planned
 from shardline.cli.config import resolve
 from shardline.cli.invocation import credential_of
 from shardline.cli.supervisor import Child, Supervisor
@@ -125,7 +124,7 @@ class Route:
         self._cluster = cluster
         self._credential = tracker_credential
         self._last_session = ""
-        self._model = _until_served(cluster)
+        self._model = first_model_of(cluster)
 
     def run(self, prompts: Prompts, tokens: int) -> Measured:
         streams = run_streams(self._cluster.gateway_url, self._model, prompts, tokens, ANSWER_S)
@@ -162,17 +161,6 @@ class Route:
 
 def _per_row(count: Mapping[str, Any]) -> float:
     return count["bytes"] / count["rows"] if count.get("rows") else 0.0
-
-
-def _until_served(cluster: Cluster) -> str:
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            return first_model(cluster.endpoint)
-        except ShardlineError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 @contextmanager

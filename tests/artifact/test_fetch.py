@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from shardline.artifact.fetch import Fetch, FetchProgress
 from shardline.artifact.store import Store, StoredArtifact
 from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
+from tests.support.small_disk import mounted
 from tests.support.stores import ANYBODY, DeadSource, FileSource, content_of, described, filled, layered_model, size_of
 
 pytestmark = pytest.mark.anyio
@@ -266,15 +266,8 @@ async def test_what_another_program_delivers_counts(artifact: StoredArtifact, mo
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 12 MiB, of which 6 are taken; the model has 8."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(mount)], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip("this user may mount nothing")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True, capture_output=True)
+    with mounted(tmp_path / "disk", "12m") as mount:
+        yield mount
 
 
 async def test_a_disk_that_gets_full_ends_it_with_what_came_held(small_disk: Path, bundle: Bundle, model: Path) -> None:

@@ -23,6 +23,7 @@ from shardline.formats.gguf_files import GGUFModel, read_model
 from shardline.formats.shard_gguf import PAGE, Copy, plan_shard
 from tests.support.gguf_models import CONTENT_ID, WIDTH, content, metadata, small_model, tensors
 from tests.support.gguf_writer import Tensor, gguf_bytes
+from tests.support.small_disk import mounted
 
 WAIT_S = 20.0
 
@@ -314,17 +315,8 @@ def test_a_write_that_fails_leaves_nothing(model: GGUFModel, cache: Path) -> Non
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB, for as long as one may mount it."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(mount)], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip("a file system of its own cannot be mounted here")
-    try:
+    with mounted(tmp_path / "disk", "64k") as mount:
         yield mount
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 def test_a_disk_that_fills_while_it_is_written(

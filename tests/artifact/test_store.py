@@ -16,6 +16,7 @@ from shardline.artifact.store import Store, StoredArtifact
 from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
 from tests.support.artifacts import change_manifest
+from tests.support.small_disk import mounted
 from tests.support.stores import ANYBODY, described, filled, layered_model, store_at
 
 
@@ -295,15 +296,8 @@ def test_claims_are_given_once(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 4 MiB; the model has more than 8."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(mount)], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip("this user may mount nothing")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True, capture_output=True)
+    with mounted(tmp_path / "disk", "4m") as mount:
+        yield mount
 
 
 def test_a_full_disk_is_named_and_loses_nothing(small_disk: Path, bundle: Bundle, model: Path) -> None:

@@ -33,6 +33,12 @@ CATALOGUE: dict[str, Fault] = {
     "invalid_json": Fault(400, INVALID, False, "Send one JSON object in UTF-8."),
     "invalid_value": Fault(400, INVALID, False, "Correct the named field."),
     "unsupported_parameter": Fault(400, INVALID, False, "Leave the named field out: it is not supported here."),
+    "no_token_left": Fault(
+        400,
+        INVALID,
+        False,
+        "Ban fewer tokens: what the request bans, and what the model itself excludes, is all of them.",
+    ),
     "context_length_exceeded": Fault(400, INVALID, False, "Shorten the prompt, or ask for fewer tokens."),
     "template_error": Fault(400, INVALID, False, "Arrange the messages as the model's chat template wants them."),
     "unauthorized": Fault(401, AUTH, False, "Send a valid key as 'Authorization: Bearer …'."),

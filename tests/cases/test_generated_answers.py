@@ -330,13 +330,13 @@ async def test_logits_of_another_width(tmp_path: Path, kind: str) -> None:
 
 
 async def test_every_token_banned(tmp_path: Path) -> None:
-    """A bias of -100 on the whole vocabulary leaves nothing to choose: an error of that session alone."""
+    """A bias of -100 on the whole vocabulary leaves nothing to choose: refused before a route is asked for."""
     async with api_cluster(tmp_path, script=COUNTING, settings=Settings(drain_s=0.5)) as cluster:
         size = (await cluster.info(0)).shards[0].vocab_size
         async with cluster.streamed(max_tokens=30) as neighbour:
             await neighbour.read_tokens(1)
             answer = await cluster.ask(logit_bias={str(i): -100 for i in range(size)})
-            assert error_of(answer, 502, "engine_error")["node"] == cluster.nodes[1].node
+            assert error_of(answer, 400, "no_token_left")["param"] == "logit_bias"
             await neighbour.read_all()
         assert (neighbour.error, neighbour.finish_reason) == (None, "length")
         await cluster.until_free()

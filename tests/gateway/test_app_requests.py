@@ -15,6 +15,7 @@ from shardline.gateway.template import Templates
 from shardline.settings import Settings
 from tests.support.gateway_stand import (
     BOS,
+    END,
     EOS,
     MODEL,
     Fail,
@@ -502,3 +503,32 @@ async def test_biases_that_are_none(stand: Stand, bias: dict[str, Any]) -> None:
     """299 is a row of the model without a token: nobody can mean it."""
     assert error_of(await stand.chat(logit_bias=bias), 400, "invalid_value")["param"] == "logit_bias"
     assert not stand.generations
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("logit_bias", {"logit_bias": {str(i): -100 for i in range(263)}}),
+        ("logit_bias", {"logit_bias": {str(EOS): 100}, "ignore_eos": True}),
+        ("logit_bias", {"logit_bias": {str(EOS): 100, str(END): 100}, "min_tokens": 1}),
+        ("logit_bias", {"logit_bias": {str(i): -100 for i in range(263) if i not in (EOS, END)}, "min_tokens": 2}),
+    ],
+)
+async def test_what_leaves_no_token_at_all_is_refused_by_name(stand: Stand, param: str, fields: dict[str, Any]) -> None:
+    error = error_of(await stand.chat(**fields), 400, "no_token_left")
+    assert error["param"] == param and not error["retryable"]
+    assert error_of(await stand.complete(**fields), 400, "no_token_left")["param"] == param
+    assert "/v1/tokenize" not in stand.asked_of_node and not stand.generations
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {str(i): -100 for i in range(1, 263)}},
+        {"logit_bias": {str(EOS): 100, "97": 100}, "ignore_eos": True},
+        {"logit_bias": {str(EOS): 100}},
+        {"logit_bias": {str(i): -99.9 for i in range(263)}},
+    ],
+)
+async def test_one_token_that_is_left_is_enough(stand: Stand, fields: dict[str, Any]) -> None:
+    assert (await stand.chat(**fields)).status_code == 200

@@ -327,6 +327,21 @@ async def test_numbers_that_no_engine_holds_are_refused_by_the_node(tmp_path: Pa
         assert len((await neighbour)[0]) == 20
 
 
+async def test_bans_that_leave_a_tail_nothing_are_the_fault_of_no_node(tmp_path: Path) -> None:
+    """What no Gateway sees beforehand: the session ends, Node and engine stay as they are."""
+    async with local_cluster(tmp_path, script={**LONG, "decode_ms": 10}) as cluster:
+        neighbour = asyncio.create_task(cluster.generate(prompt=5, max_tokens=20))
+        size = (await cluster.info(2)).shards[0].vocab_size
+        with pytest.raises(ShardlineError) as caught:
+            await read(cluster.start(prompt=5, max_tokens=4, logit_bias=dict.fromkeys(range(size), -100.0)))
+        error = caught.value
+        assert (error.code, error.param, error.fault.status) == ("no_token_left", "logit_bias", 400)
+        assert len((await neighbour)[0]) == 20
+        assert (await cluster.info(2)).health.restarts == 0
+        assert len((await cluster.generate(prompt=5, max_tokens=4))[0]) == 4  # at once: the Node is not avoided
+        await cluster.until_free()
+
+
 async def test_requests_do_not_queue_behind_a_silent_tracker(tmp_path: Path) -> None:
     settings = msgspec.structs.replace(QUICK, control_s=0.5)
     async with local_cluster(tmp_path, settings=settings) as cluster:

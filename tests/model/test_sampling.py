@@ -244,9 +244,9 @@ def test_all_tokens_banned_is_an_error_of_the_session() -> None:
     s = sampler(temperature=1, logit_bias=dict.fromkeys(range(5), -100.0))
     with pytest.raises(ShardlineError) as caught:
         s.sample(row(1, 2, 3, 4, 5))
-    assert caught.value.code == "engine_error"
+    assert (caught.value.code, caught.value.fault.status) == ("no_token_left", 400)
     s = sampler(end_ids=(3,), min_tokens=1, logit_bias={3: 100.0})
-    with pytest.raises(ShardlineError, match="ban every token"):
+    with pytest.raises(ShardlineError, match="every token is banned"):
         s.sample(row(1, 2, 3, 4, 5))
 
 

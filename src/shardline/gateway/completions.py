@@ -74,7 +74,7 @@ class Completions:
         model = await self.model(request.asked.model)
         with self._announced(model, key_id) as session:
             vocabulary = await self._texts.vocabulary(model)
-            asked = check_vocabulary(request.asked, [], _ids(model, vocabulary))
+            asked = check_vocabulary(request.asked, [], _ids(model, vocabulary), vocabulary.bundle.eog)
             text = await self._templates.prompt(vocabulary, request.messages, continued=request.continued)
             # The template alone decides what stands around the text, BOS too.
             tokens = await self._texts.tokenize(model, vocabulary, text, add_special=False, param="messages")
@@ -88,7 +88,8 @@ class Completions:
         model = await self.model(request.asked.model)
         with self._announced(model, key_id) as session:
             vocabulary = await self._texts.vocabulary(model)
-            asked = check_vocabulary(request.asked, request.prompts, _ids(model, vocabulary))
+            eog = vocabulary.bundle.eog
+            asked = check_vocabulary(request.asked, request.prompts, _ids(model, vocabulary), eog)
             prompts = [await self._tokens(model, vocabulary, prompt, request.suffix) for prompt in request.prompts]
             echoes = [_echo(prompt, vocabulary) if request.echo else "" for prompt in request.prompts]
             return self._prepared(asked, model, vocabulary, prompts, echoes, session, key_id, param="prompt")

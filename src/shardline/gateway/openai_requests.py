@@ -9,6 +9,7 @@ Shown by tests/gateway/test_openai_requests.py; the list of fields is docs/api.m
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from shardline.errors import ShardlineError
 from shardline.gateway.json_body import decode_body, refuse, unsupported
 from shardline.gateway.messages import Message, conversation
 from shardline.settings import Settings
-from shardline.wire.messages import ModelInfo, Sampling
+from shardline.wire.messages import BIAS_FORCES, ModelInfo, Sampling
 
 Prompt = str | list[int]
 
@@ -237,8 +238,9 @@ def text_request(body: bytes) -> TextRequest:
     return TextRequest(asked=asked, prompts=prompts, echo=bool(sent.echo), suffix=sent.suffix or None)
 
 
-def check_vocabulary(asked: Asked, prompts: list[Prompt], vocab_size: int) -> Asked:
-    """Refuse token ids that the model does not have; what asks for more tokens than there are asks for all."""
+def check_vocabulary(asked: Asked, prompts: list[Prompt], vocab_size: int, eog: Iterable[int] = ()) -> Asked:
+    """Refuse token ids that the model does not have, and bans that leave none; what asks for more tokens than there are
+    asks for all. `eog`: end-of-generation ids of the model."""
     for token in asked.sampling.logit_bias:
         if token >= vocab_size:
             refuse("logit_bias", f"token id {token} is not in the vocabulary of {vocab_size}")
@@ -247,9 +249,25 @@ def check_vocabulary(asked: Asked, prompts: list[Prompt], vocab_size: int) -> As
             for token in prompt:
                 if not 0 <= token < vocab_size:
                     refuse("prompt", f"token id {_number(token)} is not in 0 to {vocab_size - 1}")
+    _check_choice(asked.sampling, vocab_size, eog)
     if asked.sampling.top_k < vocab_size:
         return asked
     return replace(asked, sampling=msgspec.structs.replace(asked.sampling, top_k=0))
+
+
+def _check_choice(sampling: Sampling, vocab_size: int, eog: Iterable[int]) -> None:
+    """Refuse what leaves nothing to choose for the first token; all later ones have at least as much."""
+    bias = sampling.logit_bias
+    forced = {token for token, value in bias.items() if value >= BIAS_FORCES}
+    banned = {token for token, value in bias.items() if value <= -BIAS_FORCES}
+    endless = "ignore_eos" if sampling.ignore_eos else "min_tokens" if sampling.min_tokens else None
+    if endless:
+        banned.update(token for token in eog if token < vocab_size)
+    if forced - banned or (not forced and len(banned) < vocab_size):
+        return
+    names = [name for name in ("logit_bias" if bias else None, endless) if name]
+    what = " with ".join(f"'{name}'" for name in names)
+    raise ShardlineError("no_token_left", f"{what} leaves no token to choose", param=names[0])
 
 
 def room(asked: int | None, prompt_tokens: int, model: ModelInfo, settings: Settings, *, param: str) -> int:

@@ -20,6 +20,7 @@ _CODES_OF_NODES = _CODES_OF_SEAMS | {
     "engine_out_of_memory",
     "gateway_lost",
     "kv_exhausted",
+    "no_token_left",
     "queue_overflow",
     "rollback_unsupported",
     "shard_unready",
@@ -52,4 +53,5 @@ def of_node(said: ShardlineError, *, node: str, nodes: Sequence[str], opened: bo
             details.update({"from": node, "to": to})
         elif code == "seam_lost":
             code = "engine_error"
-    return ShardlineError(code, said.message, node=node, **details)
+    param = "logit_bias" if code == "no_token_left" else None
+    return ShardlineError(code, said.message, param=param, node=node, **details)

@@ -21,15 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shardline.errors import ShardlineError
-from shardline.wire.messages import Sampling
+from shardline.wire.messages import BIAS_FORCES, Sampling
 
 F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 GREEDY_BELOW = 1e-3
 """Temperatures up to this are argmax: two logits 0.01 apart would already differ by a factor of 22,000."""
-FORCE = 100.0
-"""OpenAI's `logit_bias`: at 100 a token is the only choice, at -100 it is none, whatever the size of the logits."""
 LOGPROB_FLOOR = -9999.0
 """Reported for a token that the model itself excluded: JSON has no infinity."""
 _REACH = (2.0, 4.0, 6.0, 8.0, 11.0, 15.0, 24.0)
@@ -116,10 +114,10 @@ class Sampler:
         self._generated = _Counts(vocab_size) if repeats_generated else None
         self._history: list[int] | None = [] if repeats or repeats_generated else None
         bias = sampling.logit_bias
-        self._bias_ids = np.fromiter((i for i, b in bias.items() if abs(b) < FORCE), dtype=np.int64)
-        self._bias = np.fromiter((b for b in bias.values() if abs(b) < FORCE), dtype=np.float32)
-        self._forced = np.array(sorted(i for i, b in bias.items() if b >= FORCE), dtype=np.int64)
-        banned = {i for i, b in bias.items() if b <= -FORCE}
+        self._bias_ids = np.fromiter((i for i, b in bias.items() if abs(b) < BIAS_FORCES), dtype=np.int64)
+        self._bias = np.fromiter((b for b in bias.values() if abs(b) < BIAS_FORCES), dtype=np.float32)
+        self._forced = np.array(sorted(i for i, b in bias.items() if b >= BIAS_FORCES), dtype=np.int64)
+        banned = {i for i, b in bias.items() if b <= -BIAS_FORCES}
         ends = {i for i in end_ids if 0 <= i < vocab_size}
         if sampling.ignore_eos:
             banned |= ends
@@ -161,7 +159,8 @@ class Sampler:
         """Choose the next token from `logits` (float32, [vocab_size], left as they are).
 
         Minus infinity marks a token that the model excludes. Raises `numerical_error` for NaN, plus infinity or no
-        finite logit at all, `engine_error` where bans leave nothing to choose or the width is not the vocabulary's.
+        finite logit at all, `no_token_left` where bans leave nothing to choose, `engine_error` where the width is not
+        the vocabulary's.
         """
         if logits.shape != (self._vocab_size,):
             raise ShardlineError(
@@ -191,7 +190,7 @@ class Sampler:
 
     def _check_adjusted(self, peak: float) -> None:
         if peak == -math.inf:
-            raise ShardlineError("engine_error", "logit_bias and min_tokens ban every token", param="logit_bias")
+            raise ShardlineError("no_token_left", "every token is banned by the request, or has no chance in the model")
         if not math.isfinite(peak):
             raise ShardlineError("numerical_error", "the penalties drive the logits past the range of float32")
 

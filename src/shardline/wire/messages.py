@@ -335,6 +335,10 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 # Gateway <-> Node
 
 
+BIAS_FORCES = 100.0
+"""OpenAI's `logit_bias`: from this on a token is the only choice, from minus this it is none, whatever the logits."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tail makes a token from a row of logits; see model/sampling.py for the order and the formulas."""
 

@@ -14,10 +14,12 @@ from urllib.parse import quote
 import msgspec
 
 from shardline.errors import ShardlineError
+from shardline.transport import answers
 from shardline.transport.addresses import make_url, split_url
 from shardline.transport.authority import TRACKER
 from shardline.transport.failures import HttpFailure, OwnLack
-from shardline.transport.http_client import HttpClient
+from shardline.transport.http_client import HttpClient, peer_of
+from shardline.wire.artifacts import ArtifactList, SourceList
 from shardline.wire.joining import AuthorityAnswer, JoinAnswer, JoinRequest
 from shardline.wire.messages import (
     HeartbeatAnswer,
@@ -36,6 +38,8 @@ T = TypeVar("T")
 REGISTER_S = 10.0
 """A registration includes the dial-back: the Tracker calls the Node before it answers."""
 EXPLAIN_BYTES = 16 << 20
+BUNDLE_FILE_S = 60.0
+"""A file of a bundle has some megabytes."""
 
 
 class TrackerClient:
@@ -75,6 +79,29 @@ class TrackerClient:
     async def placement(self, request: PlacementRequest) -> PlacementAnswer:
         return await self._call("POST", "/v1/placement", PlacementAnswer, request)
 
+    async def advertise(self, node: str, advertisement: Signed) -> None:
+        """Say which pieces of an artifact a Node gives to others; `not_found` where the Tracker does not offer it."""
+        await self._call("POST", f"/v1/nodes/{_part(node)}/pieces", NoneType, advertisement)
+
+    async def sources(self, content_id: str, node: str) -> SourceList:
+        """Whom to ask for pieces, the nearest first, without `node` itself; `not_found` for what is not offered."""
+        path = f"/v1/artifacts/{_part(content_id)}/sources?node={_part(node)}"
+        return await self._call("GET", path, SourceList, max_body=EXPLAIN_BYTES)
+
+    async def bundle_file(self, content_id: str, path: str, most: int) -> bytes:
+        """One file of an offered bundle, of at most `most` bytes, as it is on the Tracker's disk: nothing of it is
+        believed before it was checked. `not_found` where the bundle has none at `path`."""
+        url = f"{self._url}/v1/artifacts/{_part(content_id)}/bundle/{quote(path)}"
+        try:
+            response = await self._client.request("GET", url, timeout_s=BUNDLE_FILE_S, limit="bundle", max_body=most)
+            if response.status >= 400:
+                raise answers.error_of(peer_of(url), *response)
+        except OwnLack as failure:
+            raise failure.error() from None
+        except HttpFailure as failure:
+            raise self._unreachable(failure) from failure
+        return response.body
+
     async def authority(self) -> AuthorityAnswer:
         """The certificate of the cluster's authority, to be compared with a pin."""
         return await self._call("GET", "/v1/cluster/ca", AuthorityAnswer)
@@ -100,6 +127,10 @@ class TrackerClient:
         """`{"nodes": [{id, url, pid, shards, engine, health, kv, …}]}`."""
         return await self._call("GET", "/v1/nodes", dict[str, Any], max_body=EXPLAIN_BYTES)
 
+    async def artifacts(self) -> ArtifactList:
+        """Every Model Artifact that the Tracker offers or knows of, and who has what."""
+        return await self._call("GET", "/v1/artifacts", ArtifactList, max_body=EXPLAIN_BYTES)
+
     async def explain(self, model: str) -> dict[str, Any]:
         """Every candidate for a route of `model`, and why it was or was not taken."""
         return await self._call(
@@ -123,9 +154,12 @@ class TrackerClient:
         except OwnLack as failure:
             raise failure.error() from None
         except HttpFailure as failure:
-            raise ShardlineError(
-                "tracker_unreachable", f"the Tracker at {self.url} did not answer: {failure.why}", tracker=self.url
-            ) from failure
+            raise self._unreachable(failure) from failure
+
+    def _unreachable(self, failure: HttpFailure) -> ShardlineError:
+        return ShardlineError(
+            "tracker_unreachable", f"the Tracker at {self.url} did not answer: {failure.why}", tracker=self.url
+        )
 
 
 def _part(text: str) -> str:

@@ -154,6 +154,9 @@ CATALOGUE: dict[str, Fault] = {
     "setting_invalid": Fault(400, INVALID, False, "Correct the named setting."),
 }
 
+RETURNING = "Wait as Retry-After says, then send it again: a Node is loading these layers."
+"""Advice of `model_unavailable` where nobody need start anything."""
+
 
 class ShardlineError(Exception):
     """An error of the catalogue, with the facts of this occurrence.

@@ -6,6 +6,7 @@ On the scripted engine; with llama.cpp in test_llama_faults.py.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from pathlib import Path
@@ -77,6 +78,38 @@ async def test_a_route_around_a_lost_node(tmp_path: Path) -> None:
             assert answer.status_code == 200, answer.text
             hops = (await cluster.session(answer.headers["shardline-route-session"]))["route"]["hops"]
             assert hops[1]["node"] == cluster.nodes[4 - lost].facts["node"]
+
+
+async def test_the_request_that_finds_the_head_gone_is_told_its_layers(tmp_path: Path) -> None:
+    """No session was there to notice it, and the Tracker still waits for its heartbeat."""
+    async with scripted_cluster(tmp_path, layers=("0:3", "3:6")) as cluster:
+        await cluster.text("warm")
+        cluster.nodes[0].signal(signal.SIGKILL)
+        await cluster.nodes[0].process.wait()
+        answer = await cluster.ask("right then")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["missing"]) == (503, "model_unavailable", [[0, 3]])
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_worker_that_is_started_again_is_no_reason_to_start_nodes(tmp_path: Path) -> None:
+    """Killed while nothing runs; its next start takes a while."""
+    script = {"load_ms": 1500}
+    async with scripted_cluster(tmp_path, layers=("0:3", "3:6"), script=script, inline=False) as cluster:
+        await cluster.text("warm")
+        os.kill((await cluster.node_info(1))["health"]["pid"], signal.SIGKILL)
+        refused: list[dict[str, Any]] = []
+
+        async def served_again() -> bool:
+            answer = await cluster.ask("once more")
+            if answer.status_code == 200:
+                return True
+            refused.append(answer.json()["error"])
+            assert int(answer.headers["retry-after"]) <= 2, refused[-1]
+            return False
+
+        await until(served_again, 15)
+        assert all("Start" not in error["advice"] for error in refused), refused
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

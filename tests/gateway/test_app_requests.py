@@ -256,6 +256,14 @@ async def test_a_model_with_a_gap(stand: Stand) -> None:
     assert (await stand.get("/healthz")).json() == {"status": "live"}
 
 
+async def test_a_gap_that_closes_by_itself_says_so(stand: Stand) -> None:
+    stand.models[0] = model_like(stand, ready=False, missing=[(10, 20)], returning=True)
+    answer = await stand.chat()
+    error = error_of(answer, 503, "model_unavailable")
+    assert error["missing"] == [[10, 20]] and "is loading" in error["advice"] and "Start" not in error["advice"]
+    assert answer.headers["retry-after"] == "2"
+
+
 async def test_the_whole_one_of_two_engine_classes_is_used(stand: Stand) -> None:
     stand.models.insert(0, model_like(stand, ready=False, missing=[(0, 4)], engine_class="other"))
     assert (await stand.complete()).status_code == 200

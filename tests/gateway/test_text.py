@@ -137,6 +137,51 @@ async def test_a_bundle_that_is_not_what_it_says_is_not_taken(bench: Bench, raw:
     assert (await store.vocabulary(served(liar, honest))).size
 
 
+async def test_heads_that_are_gone_are_missing_layers(bench: Bench) -> None:
+    """The Tracker waits for their heartbeats still."""
+    store = await bench.store()
+    vocabulary = await store.vocabulary(served(await bench.node()))
+    gone = served(
+        msgspec.structs.replace(DEAD, layers=(0, 9)), msgspec.structs.replace(DEAD, node="n-too", layers=(0, 4))
+    )
+    with pytest.raises(ShardlineError) as caught:
+        await store.tokenize(gone, vocabulary, "a", add_special=True, param="prompt")
+    error = caught.value
+    assert (error.code, error.param, error.details["missing"]) == ("model_unavailable", "model", [[0, 4]])
+    assert error.details["node"] == "n-dead" and error.details["retry_after"] >= 1
+    assert "n-dead (no connection)" in error.message and "127.0.0.1" not in error.message
+    fresh = TextStore(bench.cache_dir / "none", bench.client, SETTINGS)
+    async with fresh:
+        with pytest.raises(ShardlineError) as caught:
+            await fresh.vocabulary(served(DEAD))
+    assert caught.value.code == "model_unavailable"
+
+
+@pytest.mark.parametrize("code", ["engine_lost", "shard_unready"])
+async def test_a_head_whose_engine_starts_again_says_when_to_come(bench: Bench, code: str) -> None:
+    async def starting(scope: Scope, receive: Receive, send: Send) -> None:
+        error = ShardlineError(code, "the worker ended")
+        await send_body(send, 503, msgspec.json.encode({"error": error.body()}))
+
+    store = await bench.store()
+    vocabulary = await store.vocabulary(served(await bench.node()))
+    with pytest.raises(ShardlineError) as caught:
+        await store.tokenize(served(DEAD, await bench.node(starting)), vocabulary, "a", add_special=True, param="p")
+    assert (caught.value.code, caught.value.details["retry_after"]) == ("shard_unready", 2)
+
+
+async def test_a_silent_head_may_only_be_slow(bench: Bench) -> None:
+    async def hangs(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    quick = TextStore(bench.cache_dir, bench.client, msgspec.structs.replace(SETTINGS, control_s=0.1))
+    async with quick:
+        vocabulary = await quick.vocabulary(served(await bench.node()))
+        with pytest.raises(ShardlineError) as caught:
+            await quick.tokenize(served(await bench.node(hangs)), vocabulary, "a", add_special=True, param="prompt")
+    assert caught.value.code == "text_unavailable" and caught.value.details["retry_after"] >= 1
+
+
 @pytest.mark.parametrize("digest", [None, "", "../../etc/passwd", "A" * 64, "a" * 63])
 async def test_a_digest_is_never_a_path(bench: Bench, digest: str | None) -> None:
     store = await bench.store()

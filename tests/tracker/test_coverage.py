@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.errors import ShardlineError
+from shardline.errors import RETURNING, ShardlineError
 from shardline.tracker.coverage import (
     RETRY_AFTER_S,
     Span,
@@ -76,6 +76,26 @@ def test_unknown_model_and_model_that_is_not_whole() -> None:
     assert error.details["missing"] == [[10, 20]]
     assert error.details["retry_after"] == RETRY_AFTER_S
     assert "10:20" in error.message
+
+
+@pytest.mark.parametrize(
+    ("others", "returning"),
+    [
+        ([candidate("b", 10, 30, barred="loading", returning=True)], True),
+        ([candidate("b", 10, 30, barred="it is silent")], False),
+        # One that returns and one that does not: the model stays as it is.
+        ([candidate("b", 10, 20, barred="loading", returning=True), candidate("c", 20, 30, barred="out")], False),
+        ([candidate("b", 10, 30, barred="out"), candidate("c", 10, 30, barred="loading", returning=True)], True),
+    ],
+)
+def test_layers_that_come_back_by_themselves_are_told_apart(others: list[Candidate], returning: bool) -> None:
+    group = [candidate("a", 0, 10), *others]
+    (model,) = models(group, NO_LINKS)
+    assert (model.ready, model.returning) == (False, returning)
+    assert model.head_nodes[0].layers == (0, 10)
+    with pytest.raises(ShardlineError) as error:
+        choose(group, NO_LINKS, Query(), "tiny")
+    assert (error.value.advice == RETURNING) == returning
 
 
 def test_avoided_nodes_are_gone_for_this_request_only() -> None:

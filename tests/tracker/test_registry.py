@@ -50,6 +50,11 @@ def reason_of(registry: Registry, node: SigningNode) -> str | None:
     return found
 
 
+def returning(registry: Registry, node: SigningNode) -> bool:
+    (found,) = [c.returning for c in registry.candidates() if c.node == node.id]
+    return found
+
+
 def test_a_registered_node_is_a_candidate_under_its_dialled_url(registry: Registry) -> None:
     node = SigningNode(
         "http://a-name:4000", [shard(0, 15)], kv=KvInfo(capacity_tokens=7, reserved_tokens=3, sessions=2)
@@ -83,6 +88,37 @@ def test_a_dead_engine_takes_its_node_out_and_a_live_one_brings_it_back(registry
     assert registry.nodes[node.id].state == "out"
     beat(registry, node, 2.0)
     assert reason_of(registry, node) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "returns"),
+    [
+        ({"state": "loading"}, True),
+        ({"state": "testing", "text_digest": None}, True),
+        ({"state": "failed"}, False),
+        ({"state": "draining"}, False),
+        ({"text_digest": None}, False),
+        ({}, False),
+    ],
+)
+def test_what_loads_returns_by_itself(registry: Registry, changes: dict[str, Any], returns: bool) -> None:
+    node = join(registry, 0, 15, **changes)
+    assert returning(registry, node) is returns
+    registry.report_node(node.id, "reported: node_lost", 1.0)
+    assert not returning(registry, node)  # nobody knows
+    registry.leave(node.id, 2.0)
+    assert not returning(registry, node)
+
+
+def test_an_engine_that_ended_returns_and_a_silent_node_does_not(registry: Registry) -> None:
+    node = join(registry, 0, 15)
+    beat(registry, node, 1.0, info=node.info(health=EngineHealth(alive=False, last_error="killed")))
+    assert returning(registry, node)
+    beat(registry, node, 2.0)
+    registry.report_node(node.id, "reported: engine_lost", 2.0, lives=True)
+    assert returning(registry, node)
+    registry.sweep(9.0)
+    assert not returning(registry, node)
 
 
 def test_a_silent_node_expires_at_its_deadline_and_is_forgotten_later(registry: Registry) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shardline.errors import ShardlineError
+from shardline.errors import RETURNING, ShardlineError
 from shardline.gateway.choices import Choice
 from shardline.gateway.detokenize import TextStream, Vocabulary
 from shardline.gateway.generate_api import GenerationRequest, Generations
@@ -38,6 +38,7 @@ T = TypeVar("T")
 _INLINE_BYTES = 256 << 10
 """A larger body is decoded beside the event loop: that can take longer than a decode step."""
 RETRY_AFTER_S = 5
+_RETURNING_S = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +127,7 @@ class Completions:
             raise ShardlineError("model_not_found", f"the model '{_short(name)}' is not served here", param="model")
         ready = next((model for model in known if model.ready), None)
         if ready is None:
-            missing = known[0].missing
-            raise ShardlineError(
-                "model_unavailable",
-                f"the model '{_short(name)}' is not whole: layers {layers_text(missing) or 'none'} are missing",
-                param="model",
-                missing=[list(layers) for layers in missing],
-                retry_after=RETRY_AFTER_S,
-            )
+            raise _not_whole(name, next((model for model in known if model.returning), known[0]))
         return ready
 
     async def _tokens(self, model: ModelInfo, vocabulary: Vocabulary, prompt: Prompt, suffix: str | None) -> list[int]:
@@ -208,6 +202,18 @@ class Completions:
             echoes=[echo for echo in echoes for _ in range(asked.n)],
             prompt_tokens=sum(map(len, prompts)),
         )
+
+
+def _not_whole(name: str, model: ModelInfo) -> ShardlineError:
+    message = f"the model '{_short(name)}' is not whole: layers {layers_text(model.missing) or 'none'} are missing"
+    return ShardlineError(
+        "model_unavailable",
+        f"{message} for the moment" if model.returning else message,
+        param="model",
+        advice=RETURNING if model.returning else None,
+        missing=[list(layers) for layers in model.missing],
+        retry_after=_RETURNING_S if model.returning else RETRY_AFTER_S,
+    )
 
 
 def _ids(model: ModelInfo, vocabulary: Vocabulary) -> int:

@@ -86,5 +86,11 @@ class ServedModels:
 def _missing(model: ModelInfo) -> ModelInfo:
     """`model` without a Node."""
     return msgspec.structs.replace(
-        model, ready=False, missing=[(0, model.n_layers)], text_nodes=[], head_nodes=[], kv_capacity_tokens=0
+        model,
+        ready=False,
+        missing=[(0, model.n_layers)],
+        returning=False,
+        text_nodes=[],
+        head_nodes=[],
+        kv_capacity_tokens=0,
     )

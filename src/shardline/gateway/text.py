@@ -14,7 +14,6 @@ import os
 import re
 import tempfile
 from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -25,7 +24,8 @@ from shardline.errors import ShardlineError
 from shardline.gateway.detokenize import Vocabulary
 from shardline.gateway.openai_requests import too_long, window_of
 from shardline.settings import Settings
-from shardline.transport.http_client import HttpClient, HttpFailure, OwnLack
+from shardline.transport.failures import HttpFailure, OwnLack, TimedOut
+from shardline.transport.http_client import HttpClient
 from shardline.wire.messages import ModelInfo, Peer, TextBundle, TokenizeAnswer, TokenizeRequest
 
 log = structlog.get_logger(__name__)
@@ -38,6 +38,11 @@ TOKENISING = 2
 HEADS = 256
 KEPT = 8
 """Vocabularies in memory; the one unused for longest goes first."""
+_STARTING = frozenset({"engine_lost", "shard_unready"})
+"""What a Node says whose engine is not up."""
+_STARTING_S = 2
+_GONE_S = 5
+"""Retry-After: by then the Tracker has found out."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -79,7 +84,7 @@ class TextStore:
             load = self._loads[digest] = asyncio.get_running_loop().create_future()
             # All who wait may have gone when it fails.
             load.add_done_callback(_looked_at)
-            loader = self._tasks.create_task(self._load(digest, tuple(model.text_nodes), load))
+            loader = self._tasks.create_task(self._load(digest, model, load))
             self._loaders.add(loader)
             loader.add_done_callback(self._loaders.discard)
         # Who leaves does not take the load from the others.
@@ -99,20 +104,21 @@ class TextStore:
         if fewest > window:
             raise too_long(fewest, window, param=param, at_least=True)
         request = TokenizeRequest(text=text, add_special=add_special, content_id=model.content_id)
-        reasons: list[str] = []
+        asked = _Asked(model)
         try:
             # All heads together have the one limit of a control message: a silent one keeps nobody longer.
             async with asyncio.timeout(self._settings.control_s):
                 for peer in model.head_nodes:
-                    tokens = await self._ask_head(peer, request, vocabulary, reasons)
+                    asked.peers.append(peer)
+                    tokens = await self._ask_head(peer, request, vocabulary, asked)
                     if tokens is not None:
                         return _single_bos(tokens, vocabulary.bundle.bos)
         except TimeoutError:
-            reasons.append(f"no answer within the limit control ({self._settings.control_s:g} s)")
-        raise _unavailable("tokenises", reasons)
+            asked.silent(f"no answer within the limit control ({self._settings.control_s:g} s)")
+        raise asked.refusal("tokenises")
 
     async def _ask_head(
-        self, peer: Peer, request: TokenizeRequest, vocabulary: Vocabulary, reasons: list[str]
+        self, peer: Peer, request: TokenizeRequest, vocabulary: Vocabulary, asked: _Asked
     ) -> list[int] | None:
         """What one head Node makes of the text; None, and a reason, where it does not answer."""
         # A head tokenises between its engine's steps: a burst of long texts must not hold up who decodes there.
@@ -136,12 +142,12 @@ class TextStore:
             if isinstance(error, ShardlineError) and error.code == "body_too_large":
                 raise
             log.warning("tokenize_failed", node=peer.node, reason=str(error))
-            reasons.append(f"{peer.node}: {error.brief if isinstance(error, HttpFailure) else error.message}")
+            asked.failed(peer, error)
             return None
 
-    async def _load(self, digest: str, nodes: Sequence[Peer], load: asyncio.Future[Vocabulary]) -> None:
+    async def _load(self, digest: str, model: ModelInfo, load: asyncio.Future[Vocabulary]) -> None:
         try:
-            vocabulary = await self._from_disk(digest) or await self._from_nodes(digest, nodes)
+            vocabulary = await self._from_disk(digest) or await self._from_nodes(digest, model)
             self._kept[digest] = vocabulary
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
@@ -168,9 +174,10 @@ class TextStore:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
             return None
 
-    async def _from_nodes(self, digest: str, nodes: Sequence[Peer]) -> Vocabulary:
-        reasons = []
-        for peer in nodes:
+    async def _from_nodes(self, digest: str, model: ModelInfo) -> Vocabulary:
+        asked = _Asked(model)
+        for peer in model.text_nodes:
+            asked.peers.append(peer)
             try:
                 # A silent Node is found out by something small, before it is given the time of something large.
                 await self._client.request("GET", f"{peer.url}/healthz", timeout_s=_ALIVE_S, limit="probe")
@@ -188,14 +195,67 @@ class TextStore:
                 raise failure.error() from None
             except (HttpFailure, ShardlineError) as error:
                 log.warning("text_bundle_failed", node=peer.node, reason=str(error))
-                reasons.append(f"{peer.node}: {error.brief if isinstance(error, HttpFailure) else error}")
+                asked.failed(peer, error)
                 continue
             try:
                 await asyncio.to_thread(_write, self._cache_dir / digest, response.body)
             except OSError as error:
                 log.warning("text_bundle_not_kept", digest=digest, reason=error.strerror)
             return vocabulary
-        raise _unavailable("serves the text bundle", reasons)
+        raise asked.refusal("serves the text bundle")
+
+
+class _Asked:
+    """The Nodes that were asked for one thing, and why none gave it."""
+
+    def __init__(self, model: ModelInfo) -> None:
+        self._model = model
+        self._reasons: list[str] = []
+        self._codes: set[str] = set()
+        self._gone: list[Peer] = []
+        self.peers: list[Peer] = []
+
+    def failed(self, peer: Peer, error: HttpFailure | ShardlineError) -> None:
+        if isinstance(error, HttpFailure):
+            if not isinstance(error, TimedOut):  # else it may only be slow
+                self._gone.append(peer)
+            self._reasons.append(f"{peer.node} ({error.brief})")
+        else:
+            self._codes.add(error.code)
+            self._reasons.append(f"{peer.node} ({error.message})")
+
+    def silent(self, why: str) -> None:
+        """The time is over before the Node that was asked last has answered."""
+        self._reasons.append(f"{self.peers[-1].node} ({why})")
+
+    def refusal(self, what: str) -> ShardlineError:
+        """What is true for the client: the Nodes are gone, or start again, or do not do what they should."""
+        log.warning("text_unavailable", lacking=what, reasons=self._reasons)
+        if self._gone and len(self._gone) == len(self.peers):
+            return self._lost()
+        if self._codes & _STARTING:
+            message = f"no head Node of the model {what} now: one starts its engine again"
+            return ShardlineError("shard_unready", message, retry_after=_STARTING_S)
+        return ShardlineError(
+            "text_unavailable",
+            f"no head Node of the model {what} now: {len(self.peers)} asked",
+            advice="Send again in a few seconds. If it stays so, look at the log of the head Node.",
+            retry_after=_GONE_S,
+        )
+
+    def _lost(self) -> ShardlineError:
+        """The Tracker does not know it yet: it waits for heartbeats, and hears from no session."""
+        name = self._model.model[:100]
+        ends = [peer.layers[1] for peer in self._gone if peer.layers is not None]
+        layers = f" for layers 0:{min(ends)}" if ends else ""
+        return ShardlineError(
+            "model_unavailable",
+            f"the model '{name}' is not whole: no Node answers{layers}: {', '.join(self._reasons[:3])}",
+            param="model",
+            node=self._gone[0].node,
+            missing=[[0, min(ends)]] if ends else [],
+            retry_after=_GONE_S,
+        )
 
 
 def _checked(raw: bytes, digest: str) -> Vocabulary:
@@ -224,15 +284,6 @@ def _single_bos(tokens: list[int], bos: int | None) -> list[int]:
     if bos is not None and tokens[:2] == [bos, bos]:
         return tokens[1:]
     return tokens
-
-
-def _unavailable(what: str, reasons: list[str]) -> ShardlineError:
-    log.warning("text_unavailable", lacking=what, reasons=reasons)
-    return ShardlineError(
-        "text_unavailable",
-        f"no head Node of the model {what} now: {len(reasons)} asked",
-        advice="Send again in a few seconds: a Node that is gone is taken out by then. If one runs, look at its log.",
-    )
 
 
 def _read(path: Path) -> bytes | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from shardline.errors import ShardlineError
+from shardline.errors import RETURNING, ShardlineError
 from shardline.tracker.selection import (
     Candidate,
     GroupKey,
@@ -135,6 +136,14 @@ def missing_of(graph: RouteGraph) -> Ranges:
     return missing_ranges([Span(c.shard.first, c.shard.last) for c in shards], n_layers)
 
 
+def is_returning(group: Sequence[Candidate], links: Links) -> bool:
+    """Whether a group that is not whole becomes so without anybody's doing: by Nodes that load, or start again."""
+    if not any(c.returning for c in group):
+        return False
+    soon = [replace(c, barred=None) if c.returning else c for c in group]
+    return RouteGraph(soon, links, Query()).best() is not None
+
+
 def is_unloaded(key: GroupKey) -> bool:
     """Whether these are Nodes that have not loaded their engine: of their class they know the backend only."""
     return key.engine_class.endswith("/loading")
@@ -194,10 +203,11 @@ def choose(candidates: Iterable[Candidate], links: Links, query: Query, model: s
         if routes:
             _, key, route = min(routes, key=lambda item: item[:2])
             return Choice(known_as(groups[key]), key, route)
-    raise _unavailable(model, graphs)
+    returning = any(is_returning(group, links) for group in groups.values())
+    raise _unavailable(model, graphs, RETURNING if returning else None)
 
 
-def _unavailable(model: str, graphs: dict[GroupKey, RouteGraph]) -> ShardlineError:
+def _unavailable(model: str, graphs: dict[GroupKey, RouteGraph], advice: str | None) -> ShardlineError:
     lacks = {key: missing_of(graph) for key, graph in graphs.items()}
     key = min(lacks, key=lambda k: (sum(last - first for first, last in lacks[k]), k))
     blocked = sorted(set(graphs[key].blocked))
@@ -209,6 +219,7 @@ def _unavailable(model: str, graphs: dict[GroupKey, RouteGraph]) -> ShardlineErr
         "model_unavailable",
         message,
         param="model",
+        advice=advice,
         missing=[list(r) for r in lacks[key]],
         content_id=key.content_id,
         engine_class=key.engine_class,
@@ -244,8 +255,9 @@ def _model(key: GroupKey, group: Sequence[Candidate], links: Links) -> ModelInfo
         vocab_size=shards[0].shard.vocab_size,
         text_digest=text_digest,
         text_nodes=[Peer(node=c.node, url=c.url) for c in texts],
-        head_nodes=[Peer(node=c.node, url=c.url) for c in heads],
+        head_nodes=[Peer(node=c.node, url=c.url, layers=(c.shard.first, c.shard.last)) for c in heads],
         ready=route is not None,
         missing=[] if route is not None else list(missing_of(graph)),
+        returning=route is None and is_returning(group, links),
         kv_capacity_tokens=0 if route is None else widest_kv(graph),
     )

@@ -39,6 +39,8 @@ class Fault:
 
     at: float
     reason: str
+    lives: bool = False
+    """The Node was heard since what was reported: it will be dialled back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,11 @@ class NodeRecord:
             return "it is a head without a text bundle"
         return None
 
+    def returns(self, shard: ShardInfo) -> bool:
+        """Whether `shard`, which is barred, comes back by itself, as far as is known."""
+        lives = self.beats and not self.leaving and (self.fault is None or self.fault.lives)
+        return lives and (shard.state in ("loading", "testing") or (shard.state == "ready" and self.reason is not None))
+
 
 class Registry:
     """Nodes by id. Every method is one event; between two events nothing changes."""
@@ -149,6 +156,7 @@ class Registry:
                         kv_reserved=reserved,
                         sessions=kv.sessions + len(record.given),
                         barred=record.bars(shard),
+                        returning=record.returns(shard),
                     )
                 )
         return found
@@ -301,11 +309,11 @@ class Registry:
             if record is not None:
                 record.given.pop(route, None)
 
-    def report_node(self, node_id: str, reason: str, now: float) -> None:
-        """Take a Node out of new routes until `dialled_back`."""
+    def report_node(self, node_id: str, reason: str, now: float, *, lives: bool = False) -> None:
+        """Take a Node out of new routes until `dialled_back`. `lives`: what failed is not the Node as a whole."""
         record = self.nodes.get(node_id)
         if record is not None and record.beats:
-            record.fault = Fault(now, reason)
+            record.fault = Fault(now, reason, lives)
 
     def dialled_back(self, node_id: str, fault: Fault) -> None:
         """The Node answered a dial that began after `fault`; one that was reported since stays."""

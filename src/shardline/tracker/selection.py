@@ -59,6 +59,8 @@ class Candidate:
     """Likewise."""
     barred: str | None = None
     """Why no route may use it; None: it may."""
+    returning: bool = False
+    """It is barred for as long as its engine needs to start, or until its next heartbeat; nobody need do anything."""
 
     @property
     def load(self) -> float:

@@ -321,7 +321,7 @@ class TrackerState:
             return
         reason = f"reported: {outcome.code or 'failed'}"
         if outcome.node is not None:
-            self.registry.report_node(outcome.node, reason, now)
+            self.registry.report_node(outcome.node, reason, now, lives=outcome.code != "node_lost")
         if outcome.link is not None:
             self.registry.report_link(*outcome.link, reason)
         log.warning("fault_reported", route=route_id, code=outcome.code, node=outcome.node, link=outcome.link)

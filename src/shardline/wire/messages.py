@@ -184,6 +184,8 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     public_key: str = ""
     """Ed25519 key (hex) with which this Node proves that it is the one that answers a probe."""
+    layers: tuple[int, int] | None = None
+    """Of its Shard, in the list of a model's head Nodes."""
 
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,6 +326,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Ready head Nodes: they tokenise."""
     ready: bool
     missing: list[tuple[int, int]]
+    returning: bool = False
+    """Not whole, but Nodes that are being loaded, or started again, would make it so: it comes back by itself."""
     kv_capacity_tokens: int
     """KV capacity of the smallest Node of the best route; the longest session that can ever be admitted."""
 

@@ -57,11 +57,31 @@ class FileTree:
 
         `piece` is the whole piece that holds the block. ShardlineError `invalid_value` where it is not that piece.
         """
-        index, within = divmod(block * BLOCK, self.piece_length)
-        if block * BLOCK >= self.size or block < 0 or not self.verify_piece(index, piece):
-            raise ShardlineError("invalid_value", f"block {block} does not lie in this piece, or the piece is damaged")
-        below = siblings(hash_blocks(piece), within // BLOCK, self._leaves, _ZERO)
+        below = self.prove_in_piece(block, piece)
+        index = block * BLOCK // self.piece_length
         return below + siblings(self.layer, index, _power_of_two(len(self.layer)), _subtree_of_zeros(self._leaves))
+
+    def prove_in_piece(self, block: int, piece: bytes | memoryview) -> list[bytes]:
+        """The siblings that lead from `block` only up to its piece, `proof_hashes` of them. Errors: `prove_block`'s."""
+        index, within = divmod(block * BLOCK, self.piece_length)
+        hashes = hash_blocks(piece) if 0 <= block * BLOCK < self.size else []
+        start, end = self.piece_range(index) if hashes else (0, 0)
+        if not hashes or len(piece) != end - start or _reduce(hashes, self._leaves, _ZERO) != self.layer[index]:
+            raise ShardlineError("invalid_value", f"block {block} does not lie in this piece, or the piece is damaged")
+        return siblings(hashes, within // BLOCK, self._leaves, _ZERO)
+
+    def verify_in_piece(self, block: int, data: bytes | memoryview, proof: Sequence[bytes]) -> bool:
+        """Whether `data` is block number `block` of this file, by the siblings that lead up to its piece."""
+        if not 0 <= block * BLOCK < self.size or len(data) != min(BLOCK, self.size - block * BLOCK):
+            return False
+        index, within = divmod(block * BLOCK, self.piece_length)
+        top = climb(hashlib.sha256(data).digest(), within // BLOCK, proof)
+        return len(proof) == self.proof_hashes and top == self.layer[index]
+
+    @property
+    def proof_hashes(self) -> int:
+        """Siblings between a block and its piece."""
+        return self._leaves.bit_length() - 1
 
     @property
     def _leaves(self) -> int:

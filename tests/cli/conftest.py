@@ -40,6 +40,7 @@ def stage() -> Iterator[Stage]:
             status, kind, payload = staged.answers.get(what, (404, "application/json", b"{}"))
             self.send_response(status)
             self.send_header("Content-Type", kind)
+            self.send_header("x-request-id", "r-1")
             self.end_headers()
             self.wfile.write(payload)
 

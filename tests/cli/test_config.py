@@ -98,7 +98,7 @@ def _partner(name: str, value: float) -> str:
         ("prefill_chunk_max=300", "not a power of two"),
         ("prefill_chunk_max=8", "above prefill_chunk_max"),
         ("push_s", "not of the form NAME=VALUE"),
-        ("tracker=localhost:7070", "not an http URL"),
+        ("tracker=ftp://localhost:7070", "not an http URL"),
         ("log_level=loud", "does not fit"),
     ],
 )
@@ -108,6 +108,24 @@ def test_a_wrong_value_is_refused_by_name(tmp_path: Path, assignment: str, words
     assert refused.value.code == "setting_invalid"
     assert words in refused.value.message
     assert assignment.partition("=")[0] in (refused.value.message + str(refused.value.param))
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("http://10.0.0.1:8080", "http://10.0.0.1:8080"),
+        ("http://10.0.0.1:8080/", "http://10.0.0.1:8080"),
+        ("http://10.0.0.1:8080/v1", "http://10.0.0.1:8080"),
+        ("https://x.lan/v1/", "https://x.lan"),
+        ("https://x.lan/behind/v1", "https://x.lan/behind"),
+        ("10.0.0.1:8080", "http://10.0.0.1:8080"),
+        ("[::1]:8080/v1", "http://[::1]:8080"),
+        (" localhost ", "http://localhost"),
+    ],
+)
+def test_a_url_may_be_written_as_people_do(tmp_path: Path, text: str, url: str) -> None:
+    found = resolved(tmp_path, gateway=text, environ={"SHARDLINE_TRACKER": text})
+    assert (found.url("gateway"), found.url("tracker")) == (url, url)
 
 
 def test_a_value_that_loses_is_checked_as_well(tmp_path: Path) -> None:

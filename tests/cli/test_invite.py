@@ -106,11 +106,18 @@ def test_serve_prints_a_line_and_after_each_join_another(desk: Desk) -> None:
     assert len(shlex.split(invited)) == 4
     assert json.loads(desk.run("first", "invite", "--json").stdout)["seconds"] == 86400
 
-    # A machine that has joined may look, and not invite; one that has not may do neither.
+    # A machine that has joined may look, without a flag too, and not invite; one that has not may do neither.
     tracker = line.partition("/#")[0]
-    assert listed[0]["id"] in desk.run("second", "nodes", "--tracker", tracker).stdout
-    refused = desk.run("second", "invite", "--tracker", tracker)
-    assert refused.returncode == 1 and "only a command on the machine of the Tracker" in refused.stderr
+    for flags in (("--tracker", tracker), ()):
+        assert listed[0]["id"] in desk.run("second", "nodes", *flags).stdout
+        refused = desk.run("second", "invite", *flags)
+        assert refused.returncode == 1 and "only a command on the machine of the Tracker" in refused.stderr
+        assert f"Run it where the Tracker runs, with the state folder that the Tracker has: {tracker}" in refused.stderr
+    assert "no Node serves a model" not in desk.run("second", "routes", "explain", "scripted").stderr
+    away = desk.run("second", "sessions")
+    assert away.returncode == 1 and "has its Gateway elsewhere" in away.stderr
+    plain = desk.run("second", "nodes", "--tracker", tracker.replace("https:", "http:"))
+    assert plain.returncode == 1 and f"speaks HTTPS\n  What to do: Ask it so: --tracker {tracker}" in plain.stderr
     stranger = desk.run("third", "nodes", "--tracker", tracker)
     assert stranger.returncode == 2 and "has none of it" in stranger.stderr
 
@@ -192,6 +199,7 @@ def test_what_is_told_before_anything_starts(desk: Desk, tmp_path: Path) -> None
     node = ("node", "--model", str(desk.script), "--engine", "scripted")
     pin = "p" * 43
     for arguments, code, words in (
+        (("invite",), 2, "no cluster that other machines can join runs here"),
         (("invite",), 2, "serve --listen 0.0.0.0"),
         ((*node, "--join", "https://10.0.0.1:7070/#short"), 2, "was it copied whole"),
         ((*node, "--join", f"https://127.0.0.1:9/#{'t' * 22}.{pin}", "--tracker", "http://x:1"), 2, "leave --tracker"),

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from shardline.cli.client import Endpoint
+from shardline.cli.recognition import part_at
 from shardline.cli.running import FOLDER, RunningCluster, entered, running_clusters
 
 pytestmark = pytest.mark.timeout(90)
@@ -99,6 +100,10 @@ class Terminal:
         return code
 
 
+def nodes_url(terminal: Terminal) -> str:
+    return str(json.loads(terminal.run("nodes", "--json").stdout)["nodes"][0]["url"])
+
+
 def is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -129,6 +134,9 @@ def test_a_cluster_starts_answers_and_ends(terminal: Terminal) -> None:
     assert re.search(r"route .*0:2 → .*2:4 → .*4:6", asked.stderr) and "completed" in asked.stderr
     assert "completed" in terminal.run("sessions").stdout
     assert "the least cost" in terminal.run("routes", "explain", "scripted").stdout
+    # Real parts are told apart.
+    (only,) = running_clusters(terminal.state)
+    assert [part_at(url) for url in (only.gateway, only.tracker, nodes_url(terminal))] == ["Gateway", "Tracker", "Node"]
     # The line that was printed works as it was printed.
     (curl,) = re.findall(r"^  (curl .*)$", terminal.out, re.MULTILINE)
     assert "gamma" in subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=20).stdout

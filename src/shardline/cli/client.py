@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shardline.cli.recognition import MISTAKABLE, mistaken, speaks_tls
 from shardline.errors import ShardlineError, from_body
 from shardline.settings import PROTOCOL
 from shardline.transport.addresses import Url, split_url
@@ -48,18 +49,23 @@ ADVICE = {
         "node_lost",
     ): "Ask again: it takes another route, if there is one. `shardline nodes` shows what is left.",
     ("Gateway", "tracker_unreachable"): "The Gateway does not reach its Tracker: start that one again.",
+    ("Tracker", "forbidden"): "Run it where the Tracker runs, with the state folder that the Tracker has: {url}",
     ("Gateway", "not_found"): "This Gateway is of another version of Shardline: run the same on both sides.",
     ("Tracker", "not_found"): "This Tracker is of another version of Shardline: run the same on both sides.",
 }
-"""(who answered, code) -> what to do at a terminal; `{pause}` is the time that the answer names."""
+"""(who answered, code) -> what to do at a terminal; `{pause}` is what the answer names, `{url}` who was asked."""
 
 
 class Endpoint:
     """One process that answers HTTP: the Gateway or the Tracker, as `who` says in messages."""
 
-    def __init__(self, who: str, url: str, secret: str, tls: ssl.SSLContext | None = None) -> None:
-        """`tls`: of a cluster with keys, where whoever answers must be that cluster's Tracker."""
+    def __init__(
+        self, who: str, url: str, secret: str, tls: ssl.SSLContext | None = None, *, absent: str | None = None
+    ) -> None:
+        """`tls`: of a cluster with keys, where whoever answers must be that cluster's Tracker. `absent`: what to do
+        where nobody answers, if more is known than what the URL says."""
         self._tls = tls
+        self._absent = absent
         self.who = who
         self.url = url
         self._parts: Url = split_url(url)
@@ -88,7 +94,7 @@ class Endpoint:
                     return
                 event = self._decoded(data)
                 if "error" in event:
-                    raise for_a_person(from_body(event["error"]), self.who)
+                    raise for_a_person(from_body(event["error"]), self.who, self.url)
                 yield event
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
@@ -128,6 +134,8 @@ class Endpoint:
                 limit="answer",
             ) from None
         except (http.client.HTTPException, OSError) as error:
+            if response is None and self._parts.scheme == "http" and speaks_tls(self.url):
+                raise self._other_scheme("https") from None
             raise self._broken(str(error) or type(error).__name__) from None
         finally:
             # The response owns the socket once the other side has said that it will close.
@@ -155,10 +163,28 @@ class Endpoint:
 
     def _unreachable(self, error: OSError) -> ShardlineError:
         flag = self.who.lower()
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return mistaken(self.who, self.url) or self._unproved(error.verify_message)
+        if isinstance(error, ssl.SSLError) and not speaks_tls(self.url):
+            return self._other_scheme("http")
         return ShardlineError(
             self._code,
             f"no {self.who} answers at {self.url}: {error.strerror or error}",
-            advice=f"Start a cluster here (shardline up MODEL), or name the {self.who} that you mean: --{flag} URL",
+            advice=self._absent
+            or f"Start a cluster here (shardline up MODEL), or name the {self.who} that you mean: --{flag} URL",
+        )
+
+    def _other_scheme(self, scheme: str) -> ShardlineError:
+        """It was asked over the other kind of HTTP than it speaks."""
+        url = f"{scheme}://{self.url.partition('://')[2]}"
+        why = f"what answers at {self.url} speaks {'HTTPS' if scheme == 'https' else 'plain HTTP'}"
+        return ShardlineError(self._code, why, advice=f"Ask it so: --{self.who.lower()} {url}")
+
+    def _unproved(self, why: str) -> ShardlineError:
+        return ShardlineError(
+            self._code,
+            f"the certificate of what answers at {self.url} is not believed here: {why}",
+            advice="Name the certificate of its authority (PEM) in SSL_CERT_FILE, and a host that it is made out to.",
         )
 
     def _broken(self, why: str) -> ShardlineError:
@@ -171,7 +197,7 @@ class Endpoint:
     def _refused(self, response: http.client.HTTPResponse) -> ShardlineError:
         raw = response.read(_BODY_LIMIT)
         try:
-            return for_a_person(from_body(json.loads(raw)["error"]), self.who)
+            return for_a_person(from_body(json.loads(raw)["error"]), self.who, self.url)
         except (ValueError, KeyError, TypeError):
             return self._foreign(f"status {response.status} without an error object")
 
@@ -189,13 +215,19 @@ class Endpoint:
         )
 
 
-def for_a_person(error: ShardlineError, who: str) -> ShardlineError:
-    """The same error, its advice for somebody at a terminal where the catalogue speaks to a program."""
+def for_a_person(error: ShardlineError, who: str, url: str | None = None) -> ShardlineError:
+    """The same error, its advice for somebody at a terminal where the catalogue speaks to a program.
+
+    `url`: where `who` was looked for; where another part of a cluster answers there, that is the error.
+    """
+    other = mistaken(who, url) if url is not None and error.code in MISTAKABLE else None
+    if other is not None:
+        return other
     advice = ADVICE.get((who, error.code))
     if advice is None:
         return error
     pause = error.details.get("retry_after")
     waited = f"{pause:g} s" if isinstance(pause, int | float) else "a little"
     return ShardlineError(
-        error.code, error.message, param=error.param, advice=advice.format(pause=waited), **error.details
+        error.code, error.message, param=error.param, advice=advice.format(pause=waited, url=url), **error.details
     )

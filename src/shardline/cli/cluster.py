@@ -19,7 +19,7 @@ import click
 from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for, shared_out
 from shardline.cli.invocation import Invocation, environment, pass_invocation
 from shardline.cli.roles import LISTEN_HELP, tls_options
-from shardline.cli.values import LayerRanges, check_cover
+from shardline.cli.values import LayerRanges, ListenAddress, check_cover
 
 if TYPE_CHECKING:
     from shardline.cli.client import Endpoint
@@ -205,7 +205,7 @@ class Cluster:
 @click.option("--nodes", type=click.IntRange(1), help="Nodes that share the layers evenly.  [default: 2]")
 @click.option("--layers", "ranges", type=LayerRanges(), help="Or the range of each Node: 0:10,10:20,20:30.")
 @click.option("--engine", type=click.Choice(ENGINES), help=ENGINE_HELP)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the Gateway.")
+@click.option("--host", type=ListenAddress(), default="127.0.0.1", show_default=True, help="Address of the Gateway.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
 )
@@ -237,12 +237,12 @@ def up(
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the Gateway.")
+@click.option("--host", type=ListenAddress(), default="127.0.0.1", show_default=True, help="Address of the Gateway.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
 )
 @click.option("--tracker-port", type=click.IntRange(0, 65535), default=7070, show_default=True, help="0: any free one.")
-@click.option("--listen", metavar="ADDRESS", help=LISTEN_HELP)
+@click.option("--listen", type=ListenAddress(), metavar="ADDRESS", help=LISTEN_HELP)
 @click.option(
     "--advertise", metavar="HOST[:PORT]", help="What the line for joining names, where it is another address."
 )

@@ -24,10 +24,10 @@ from shardline.settings import Settings
 PREFIX = "SHARDLINE_"
 CONFIG_VARIABLE = "SHARDLINE_CONFIG"
 CREDENTIAL_FILE = "credential"
+"""Name in the state folder."""
 _MAY_BE_ZERO = frozenset(
     {"worker_restarts", "prefix_sessions", "store_reserve_bytes", "fetch_bytes_per_s", "upload_bytes_per_s"}
 )
-"""Name in the state folder."""
 
 
 class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,6 +53,8 @@ class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 SECRET = frozenset({"api_key"})
 URLS = frozenset({"tracker", "gateway"})
+_FLAGS = {"api_keys_file": "--api-keys"}
+"""Flags that are called otherwise than their key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +101,14 @@ class Configuration:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise _invalid("api_keys_file", f"{path} cannot be read: {error}") from None
+            raise self._invalid("api_keys_file", f"{path} cannot be read: {error}") from None
         keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
         if not keys:
-            raise _invalid("api_keys_file", f"{path} holds no key")
+            raise self._invalid("api_keys_file", f"{path} holds no key")
         return keys
+
+    def _invalid(self, key: str, why: str) -> ShardlineError:
+        return _invalid(key, why, _fix((key, self.sources[key])))
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(key, value as shown, source) of every key; a secret is shown as set or not."""
@@ -118,14 +123,29 @@ class Configuration:
 _FIELDS = {f.name: f for struct in (Places, Settings) for f in msgspec.structs.fields(struct)}
 
 
-def _invalid(key: str, why: str) -> ShardlineError:
-    return ShardlineError("setting_invalid", f"{key}: {why}", param=key)
+def _invalid(key: str, why: str, advice: str) -> ShardlineError:
+    return ShardlineError("setting_invalid", f"{key}: {why}", param=key, advice=advice)
+
+
+def _fix(*given: tuple[str, str]) -> str:
+    """What to correct, of keys with where each came from: the flag, the variable, or the line of the file."""
+    places = []
+    for key, where in given:
+        kind, _, name = where.partition(" ")
+        if where == "flag --set":
+            places.append(f"--set {key}=…")
+        elif kind in ("flag", "environment"):
+            places.append(name)
+        elif where != "default":
+            places.append(f"{key} in {where}")
+    return f"Correct {' or '.join(places)}."
 
 
 def _unknown(name: str, where: str, known: Sequence[str]) -> ShardlineError:
     near = difflib.get_close_matches(name, known, 1)
     hint = f"; did you mean {near[0]}?" if near else "; `shardline config show` lists all"
-    return _invalid(name, f"no setting of this name ({where}){hint}")
+    advice = "`shardline config show` lists all settings, their values, and where each came from."
+    return _invalid(name, f"no setting of this name ({where}){hint}", advice)
 
 
 def file_layer(path: Path) -> Layer:
@@ -133,7 +153,8 @@ def file_layer(path: Path) -> Layer:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise _invalid("config", f"{path} cannot be read: {error}") from None
+        advice = f"Correct {path}, or name another file: shardline --config FILE …"
+        raise _invalid("config", f"{path} cannot be read: {error}", advice) from None
     return Layer(values, {key: str(path) for key in values}, strict=True)
 
 
@@ -155,11 +176,12 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
 def flag_layer(places: Mapping[str, str | None], assignments: Sequence[str]) -> Layer:
     """Flags of the command line, and `--set NAME=VALUE` for any key."""
     values = {key: text for key, text in places.items() if text is not None}
-    where = {key: f"flag --{key.replace('_', '-')}" for key in values}
+    where = {key: f"flag {_FLAGS.get(key) or '--' + key.replace('_', '-')}" for key in values}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
-            raise _invalid("set", f"{assignment!r} is not of the form NAME=VALUE")
+            advice = "Write --set NAME=VALUE, such as --set drain_s=10; `shardline config show` lists the names."
+            raise _invalid("--set", f"{assignment!r} is not of the form NAME=VALUE", advice)
         values[key.strip()] = text.strip()
         where[key.strip()] = "flag --set"
     return Layer(values, where, strict=False)
@@ -207,15 +229,17 @@ def merge(layers: Sequence[Layer]) -> Configuration:
                 value = msgspec.convert(raw, field.type, strict=layer.strict)
             except msgspec.ValidationError as error:
                 shown = "the value" if key in SECRET else repr(raw)
-                raise _invalid(key, f"{shown} ({layer.where[key]}) does not fit: {error}") from None
+                why = f"{shown} ({layer.where[key]}) does not fit: {error}"
+                raise _invalid(key, why, _fix((key, layer.where[key]))) from None
             _check_number(key, value, layer.where[key])
             if key in URLS:
+                value = normal_url(value)
                 _check_url(key, value, layer.where[key])
             values[key] = value
             sources[key] = layer.where[key]
     settings = Settings(**{k: v for k, v in values.items() if k in Settings.__struct_fields__})
     places = Places(**{k: v for k, v in values.items() if k in Places.__struct_fields__})
-    _check_relations(settings)
+    _check_relations(settings, sources)
     return Configuration(settings, places, sources)
 
 
@@ -233,24 +257,33 @@ def resolve(
     return replace(merge([layers[0], running_layer(clusters), *layers[1:]]), clusters=tuple(clusters))
 
 
+def normal_url(text: str) -> str:
+    """`text` as a URL of a Gateway or Tracker: http where no scheme is named, and without the /v1 that API clients are
+    given."""
+    url = text.strip()
+    if "://" not in url:
+        url = f"http://{url}"
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def _check_url(key: str, value: str, where: str) -> None:
     from shardline.transport.addresses import split_url
 
     try:
         split_url(value)
     except ShardlineError as error:
-        raise _invalid(key, f"{error.message} ({where})") from None
+        raise _invalid(key, f"{error.message} ({where})", _fix((key, where))) from None
 
 
 def _check_number(key: str, value: object, where: str) -> None:
     if isinstance(value, float) and not (math.isfinite(value) and value > 0):
-        raise _invalid(key, f"{value} ({where}) is not a finite number above 0")
+        raise _invalid(key, f"{value} ({where}) is not a finite number above 0", _fix((key, where)))
     least = 0 if key in _MAY_BE_ZERO else 1
     if isinstance(value, int) and value < least:
-        raise _invalid(key, f"{value} ({where}) is less than {least}")
+        raise _invalid(key, f"{value} ({where}) is less than {least}", _fix((key, where)))
 
 
-def _check_relations(s: Settings) -> None:
+def _check_relations(s: Settings, sources: Mapping[str, str]) -> None:
     """Values that are each fine and together are not: a beat that is always late, a pool that meets dead sockets."""
     ascending = (
         ("beat_interval_s", "beat_timeout_s"),
@@ -259,9 +292,12 @@ def _check_relations(s: Settings) -> None:
     )
     for low, high in ascending:
         if not getattr(s, low) < getattr(s, high):
-            raise _invalid(high, f"{getattr(s, high)} must be above {low}, which is {getattr(s, low)}")
+            why = f"{getattr(s, high)} must be above {low}, which is {getattr(s, low)}"
+            raise _invalid(high, why, _fix((low, sources[low]), (high, sources[high])))
     for key in ("prefill_chunk_min", "prefill_chunk_max"):
         if getattr(s, key).bit_count() != 1:
-            raise _invalid(key, f"{getattr(s, key)} is not a power of two")
+            raise _invalid(key, f"{getattr(s, key)} is not a power of two", _fix((key, sources[key])))
     if s.prefill_chunk_min > s.prefill_chunk_max:
-        raise _invalid("prefill_chunk_min", f"{s.prefill_chunk_min} is above prefill_chunk_max, {s.prefill_chunk_max}")
+        low, high = "prefill_chunk_min", "prefill_chunk_max"
+        why = f"{s.prefill_chunk_min} is above {high}, {s.prefill_chunk_max}"
+        raise _invalid(low, why, _fix((low, sources[low]), (high, sources[high])))

@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import click
 
-from shardline.cli.invite import check_keys
-from shardline.cli.invocation import Invocation, pass_invocation, tracker_of
+from shardline.cli.invite import operator_of
+from shardline.cli.invocation import Invocation, pass_invocation
 from shardline.cli.listings import as_json_option
 
 
@@ -28,9 +28,7 @@ def expel(invocation: Invocation, party: str, undo: bool, tracker_url: str | Non
     On the machine of the Tracker. No new session goes to it, it gets no new certificate, and with the next heartbeat
     all Nodes refuse the one that it has. Sessions that run over a Node go on to their end; those of a Gateway end.
     """
-    configuration = invocation.configuration(tracker=tracker_url)
-    check_keys(configuration)
-    tracker = tracker_of(configuration)
+    tracker = operator_of(invocation.configuration(tracker=tracker_url))
     path = f"/v1/parties/{quote(party, safe='')}/expulsion"
     answer = tracker.delete(path) if undo else tracker.post(path)
     if as_json:

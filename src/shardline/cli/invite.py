@@ -10,24 +10,28 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardline.cli.invocation import Invocation, pass_invocation, tracker_of
+from shardline.cli.invocation import Invocation, pass_invocation, tracker_of, tracker_url_of
 from shardline.cli.listings import as_json_option
 
 if TYPE_CHECKING:
+    from shardline.cli.client import Endpoint
     from shardline.cli.config import Configuration
 
 
-def check_keys(configuration: Configuration) -> None:
-    """Raise `setting_invalid` for the Tracker of a cluster without keys."""
+def operator_of(configuration: Configuration) -> Endpoint:
+    """The Tracker of a cluster with keys, which lets its operator in. Raises `setting_invalid` where it has no keys."""
     from shardline.errors import ShardlineError
 
-    if not configuration.url("tracker").startswith("https:"):
+    url = tracker_url_of(configuration)
+    if not url.startswith("https:"):
+        nobody = configuration.sources["tracker"] == "default"
         raise ShardlineError(
             "setting_invalid",
-            f"{configuration.url('tracker')} is of a cluster that other machines cannot join",
-            advice="Start it for them: shardline serve --listen 0.0.0.0",
+            "no cluster that other machines can join runs here" if nobody else f"other machines cannot join {url}",
+            advice="Start one for them: shardline serve --listen 0.0.0.0",
             param="tracker",
         )
+    return tracker_of(configuration)
 
 
 @click.command()
@@ -43,7 +47,6 @@ def invite(invocation: Invocation, tracker_url: str | None, for_gateway: bool, a
     from shardline.cli.process import join_command
 
     configuration = invocation.configuration(tracker=tracker_url)
-    check_keys(configuration)
     part = "gateway" if for_gateway else "node"
-    answer = tracker_of(configuration).post(f"/v1/invitations?part={part}")
+    answer = operator_of(configuration).post(f"/v1/invitations?part={part}")
     click.echo(json.dumps(answer, indent=2) if as_json else join_command(answer["line"], part))

@@ -6,6 +6,7 @@ Shown by tests/cli/test_main.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -88,11 +89,47 @@ def tracker_of(configuration: Configuration) -> Endpoint:
     """The Tracker, with the cluster credential; where there is none yet, without one: looking makes no files."""
     from shardline.cli.client import Endpoint
 
-    if configuration.url("tracker").startswith("https:"):
-        return _keyed_tracker(configuration)
-    _warn_of_plain_http(configuration.url("tracker"))
+    url = tracker_url_of(configuration)
+    if url.startswith("https:"):
+        return _keyed_tracker(configuration, url)
+    _warn_of_plain_http(url)
     known = configuration.credential_path.exists() or configuration.places.credential_file
-    return Endpoint("Tracker", configuration.url("tracker"), credential_of(configuration) if known else "")
+    return Endpoint("Tracker", url, credential_of(configuration) if known else "")
+
+
+def tracker_url_of(configuration: Configuration) -> str:
+    """The Tracker that a command which only looks means: where nobody says, and none runs here, the one of the cluster
+    that something of this state folder has joined. Raises `cluster_ambiguous`."""
+    from shardline.cli.recognition import part_at
+
+    url = configuration.url("tracker")
+    joined = joined_trackers(configuration)
+    if not joined or part_at(url) == "Tracker":
+        return url
+    if len(joined) > 1:
+        listed = "".join(f"\n    {tracker}" for tracker in joined)
+        raise ShardlineError(
+            "cluster_ambiguous",
+            f"this machine has joined {len(joined)} clusters:{listed}",
+            advice=f"Name the Tracker of the one you mean: --tracker {joined[0]}",
+        )
+    return joined[0]
+
+
+def joined_trackers(configuration: Configuration) -> list[str]:
+    """URLs of the Trackers that were joined from here, where it matters: nobody names one, and none runs here."""
+    # Reading memberships takes longer to import than most commands run, so the folder is looked for first.
+    if configuration.sources["tracker"] != "default" or not (configuration.state_dir / "joined").is_dir():
+        return []
+    from shardline.transport.membership import JOINED, kept_in
+
+    found: set[str] = set()
+    for folder in (configuration.state_dir / JOINED).glob("*"):
+        # One that cannot be read is told by whoever wants to use it.
+        with contextlib.suppress(ShardlineError):
+            kept = kept_in(folder)
+            found.update(() if kept is None else (kept.tracker,))
+    return sorted(found)
 
 
 def _warn_of_plain_http(url: str) -> None:
@@ -102,15 +139,15 @@ def _warn_of_plain_http(url: str) -> None:
         click.echo(f"WARNING: {url} is plain HTTP: whoever is on the way reads the credential.", err=True)
 
 
-def _keyed_tracker(configuration: Configuration) -> Endpoint:
+def _keyed_tracker(configuration: Configuration, url: str) -> Endpoint:
     """The Tracker of a cluster with keys: as its operator on its own machine, elsewhere as a Node that joined here."""
     import time
 
     from shardline.cli.client import Endpoint
+    from shardline.cli.recognition import speaks_tls
     from shardline.transport.authority import AUTHORITY_FILE, OPERATOR, Authority
     from shardline.transport.membership import OwnMembership, joined_folders, kept_in, kept_membership
 
-    url = configuration.url("tracker").rstrip("/")
     path = configuration.state_dir / AUTHORITY_FILE
     if path.exists():
         own = OwnMembership(Authority.made(path, time.time()), OPERATOR, configuration.settings, [])
@@ -119,6 +156,9 @@ def _keyed_tracker(configuration: Configuration) -> Endpoint:
         kept = kept_in(folder)
         if kept is not None:
             return Endpoint("Tracker", url, kept.credential, kept_membership(folder, kept).tls.client)
+    if not speaks_tls(url):
+        # Nobody has such a cluster there: what a plain look finds is the better answer.
+        return Endpoint("Tracker", url, "")
     raise ShardlineError(
         "setting_invalid",
         f"{url} is of a cluster with keys, and {configuration.state_dir} has none of it",
@@ -131,4 +171,10 @@ def gateway_of(configuration: Configuration) -> Endpoint:
     """The Gateway, with the API key if there is one."""
     from shardline.cli.client import Endpoint
 
-    return Endpoint("Gateway", configuration.url("gateway"), configuration.places.api_key)
+    url = configuration.url("gateway")
+    if configuration.sources["gateway"] == "default" and joined_trackers(configuration):
+        absent = (
+            "The cluster that this machine has joined has its Gateway elsewhere: ask there, or name it: --gateway URL"
+        )
+        return Endpoint("Gateway", url, configuration.places.api_key, absent=absent)
+    return Endpoint("Gateway", url, configuration.places.api_key)

@@ -19,6 +19,7 @@ from shardline.cli.chat import chat
 from shardline.cli.cluster import demo, serve, up
 from shardline.cli.cuts import cuts
 from shardline.cli.expel import expel
+from shardline.cli.flags import naming_flags
 from shardline.cli.invite import invite
 from shardline.cli.invocation import Invocation
 from shardline.cli.listings import config, nodes, routes, sessions
@@ -104,6 +105,7 @@ for _command in (
     cli.add_command(_command)
 for _command in STORE_COMMANDS:
     artifact.add_command(_command)
+naming_flags(cli)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,7 +14,7 @@ import click
 from shardline.cli.config import Configuration
 from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for
 from shardline.cli.invocation import Invocation, credential_of, environment, pass_invocation
-from shardline.cli.values import JoinLine, LayerRange, Memory
+from shardline.cli.values import JoinLine, LayerRange, ListenAddress, Memory
 from shardline.errors import ShardlineError
 from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
 
@@ -34,7 +34,9 @@ def listener(port: int, port_help: str) -> Callable[[Callable[..., Any]], Callab
                 "--insecure-plain-http", is_flag=True, help="Allow a --host beyond loopback, over unencrypted HTTP."
             ),
             click.option("--port", type=click.IntRange(0, 65535), default=port, show_default=True, help=port_help),
-            click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+            click.option(
+                "--host", type=ListenAddress(), default="127.0.0.1", show_default=True, help="Address to listen on."
+            ),
         ):
             command = option(command)
         return command
@@ -57,7 +59,7 @@ def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @listener(7070, "Port to listen on; 0: any free one.")
-@click.option("--listen", metavar="ADDRESS", help=LISTEN_HELP)
+@click.option("--listen", type=ListenAddress(), metavar="ADDRESS", help=LISTEN_HELP)
 @click.option("--advertise", metavar="HOST[:PORT]", help="What lines for joining name, where it is another address.")
 @click.option(
     "--key", "key_path", type=click.Path(path_type=Path), help="Key that signs tickets [default: in the state folder]."
@@ -301,17 +303,19 @@ def _run(
 ) -> None:
     """Set up logs, run the role until a signal, and give a supervisor the reason of a failure."""
     from shardline.cli.client import for_a_person
+    from shardline.cli.flags import flagged
     from shardline.cli.process import Announcer, run_until_signal
     from shardline.telemetry.logs import configure_logs
 
     announcer = Announcer(name, supervised=invocation.supervised)
+    tracker_url: str | None = None
     configure_logs(role=name, style=configuration.places.log_format, level=configuration.places.log_level)
     try:
-        run_until_signal(
-            run(options(announcer)), drain_s=configuration.settings.drain_s, lifeline=invocation.supervised
-        )
+        built = options(announcer)
+        tracker_url = None if isinstance(built, TrackerOptions) else built.tracker_url
+        run_until_signal(run(built), drain_s=configuration.settings.drain_s, lifeline=invocation.supervised)
     except ShardlineError as fault:
         # Whom a role asks before it serves is the Tracker.
-        error = for_a_person(fault, "Tracker")
+        error = for_a_person(flagged(fault), "Tracker", tracker_url)
         announcer.failed(error)
         raise error from fault

@@ -45,7 +45,7 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
 def entered(state_dir: Path, cluster: RunningCluster) -> Iterator[None]:
     """While inside, the commands of this machine find `cluster`. Raises `state_unwritable`."""
     folder = made_folder(state_dir / FOLDER)
-    _sweep(folder)
+    running_clusters(state_dir)
     path = folder / f"{time.time_ns()}-{cluster.pid}.json"
     with writing(path):
         file = _held_entry(path, msgspec.json.encode(cluster))
@@ -76,12 +76,14 @@ def _held_entry(path: Path, content: bytes) -> BinaryIO:
 
 
 def running_clusters(state_dir: Path) -> list[RunningCluster]:
-    """The clusters that run on this machine with this state folder, oldest first."""
+    """Those that run on this machine with this state folder, oldest first. Entries of killed ones are dropped."""
     found = []
     for path in sorted((state_dir / FOLDER).glob("*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError), path.open("rb") as file:
             if _is_held(file):
                 found.append(msgspec.json.decode(file.read(), type=RunningCluster))
+            else:
+                path.unlink()  # names are used once, so this takes nobody else's
     return found
 
 
@@ -91,14 +93,6 @@ def _is_held(file: BinaryIO) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def _sweep(folder: Path) -> None:
-    """Drop the entries of clusters that were killed; names are used once, so this takes nobody else's."""
-    for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            if not _is_held(file):
-                path.unlink()
 
 
 def ambiguous(place: Literal["gateway", "tracker"], clusters: Sequence[RunningCluster]) -> ShardlineError:

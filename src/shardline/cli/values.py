@@ -94,6 +94,23 @@ def _uncovered(why: str, n_layers: int) -> ShardlineError:
     return ShardlineError("layers_invalid", why, param="layers", advice=advice)
 
 
+class ListenAddress(click.ParamType[str]):
+    """`0.0.0.0`, `::1`, `node.lan`: where to listen, without scheme and port."""
+
+    name = "address"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value).strip()
+        if not text or "/" in text:
+            self.fail(f"{value!r} is no address: give one alone, such as 0.0.0.0 or 192.0.2.10", param, ctx)
+        if text.count(":") == 1 or "]:" in text:
+            flags = [] if ctx is None else [p.name for p in ctx.command.params]
+            is_tracker = param is not None and param.name == "listen" and "tracker_port" in flags
+            port = "--tracker-port" if is_tracker else "--port"
+            self.fail(f"{value!r} has a port in it: give the address alone, and the port with {port}", param, ctx)
+        return text.strip("[]")
+
+
 class JoinLine(click.ParamType[str]):
     """A line for joining: as it is, in a file (`@FILE`), or on stdin (`-`). Its token is in no message."""
 

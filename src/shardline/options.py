@@ -15,11 +15,30 @@ from typing import Literal, Protocol
 
 from shardline.settings import Settings
 
-StartPhase = Literal["listening", "inviting", "loading", "testing", "ready", "draining"]
+StartPhase = Literal[
+    "chosen",
+    "placed",
+    "listening",
+    "inviting",
+    "adopting",
+    "offering",
+    "fetching",
+    "waiting",
+    "verifying",
+    "loading",
+    "testing",
+    "ready",
+    "draining",
+]
 
 
 class Announce(Protocol):
     """How a role tells whoever started it how far it is; never blocks, never raises.
+
+    Of a Node without a file: `chosen` (name, content_id, reason): which model. `fetching` (done, total, bytes_per_s,
+    source, seconds_left): bytes of its Shard. `waiting` (reason): nobody has what is missing, or nobody says who.
+    `verifying` (done, total): pieces. `placed` (first, last, n_layers, model, reason): by the Tracker. Of a seeder:
+    `adopting` (name): files are read; `offering` (name, content_id, held, total): bytes.
 
     `listening` (url): the socket is bound. `inviting` (line): what `node --join` takes, once; of a Tracker with
     cluster keys, at its start and after each join. `loading` (done, total): bytes or layers of a Shard. `testing`: the
@@ -51,6 +70,12 @@ class TrackerOptions:
     """URL or `host[:port]` for lines for joining; None: made from the address that it listens on."""
     key_path: Path | None = None
     """Ed25519 key that signs tickets; None: `tracker.key` in the state directory, made where it is missing."""
+    artifacts: tuple[Path, ...] = ()
+    """Artifact folders that are offered to Nodes."""
+    trusted_keys: tuple[bytes, ...] = ()
+    """Public keys (PEM) of publishers, by one of which each of them must be signed."""
+    allow_unsigned: bool = False
+    """Without keys: offer what nobody signed."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)
 
 
@@ -81,8 +106,9 @@ class NodeOptions:
 
     settings: Settings
     tracker_url: str
-    model: str
-    """Path of a GGUF file, a safetensors folder, or a script for the scripted engine."""
+    model: str | None
+    """Path of a GGUF file, a safetensors folder, or a script for the scripted engine; None: what the Tracker offers,
+    fetched into the store of this machine."""
     engine: str
     """Name of an engine: `llama`, `torch` or `scripted`."""
     host: str
@@ -108,8 +134,46 @@ class NodeOptions:
     insecure_plain_http: bool = False
     content_id: str | None = None
     """Expected digest of the Model Artifact; another one is refused."""
+    artifact: str | None = None
+    """Without a model: content_id or name of the one to take; None: what the cluster lacks most."""
+    engine_is_default: bool = False
+    """Nobody chose the engine: where it does not read what the artifact consists of, another one does."""
+    trusted_keys: tuple[bytes, ...] = ()
+    """Public keys (PEM) of publishers; none: the content that the Tracker names is believed."""
+    store: Path | None = None
+    """Where pieces are kept; None: `artifacts` in the state directory."""
+    look_in: tuple[Path, ...] = ()
+    """Folders whose files are used, read only, where they are files of the artifact."""
     dtype: str | None = None
     context_length: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of this process; the engine's worker gets the few of them that engines need."""
+    announce: Announce = field(default=unannounced, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeederOptions:
+    """`shardline artifact seed --tracker URL`: a Node that computes nothing and gives pieces away."""
+
+    settings: Settings
+    tracker_url: str
+    host: str
+    port: int
+    credential: str = field(repr=False)
+    state_dir: Path
+    store: Path
+    bundles: tuple[Path, ...] = ()
+    """Artifact folders, of which all files must be found."""
+    look_in: tuple[Path, ...] = ()
+    """Folders in which they are looked for, beside the artifact folders and what lies beside these."""
+    content_ids: tuple[str, ...] = ()
+    """Artifacts of the store, given as far as they are held; where no bundle is named either, all of them."""
+    trusted_keys: tuple[bytes, ...] = ()
+    """Public keys (PEM) of publishers, by one of which each bundle must be signed."""
+    allow_unsigned: bool = False
+    """Without keys: give what nobody signed."""
+    advertise_url: str | None = None
+    join: str | None = field(default=None, repr=False)
+    identity_path: Path | None = None
+    insecure_plain_http: bool = False
     announce: Announce = field(default=unannounced, repr=False, compare=False)

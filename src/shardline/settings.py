@@ -121,6 +121,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Requests for pieces that are answered at a time; the next ones are refused with `queue_full`."""
     scrub_bytes_per_s: int = 16 << 20
     """How fast pieces on disk are read again and checked."""
+    possession_s: float = 10.0
+    """A Node that is asked to show blocks at random has so long to answer (limit `possession`)."""
+    possession_every_s: float = 180.0
+    """Pause between two such questions to a Node that answered the last one."""
+    scrub_interval_s: float = 86400.0
+    """Pause between two rounds of that in a process that gives pieces away. 0: none by itself."""
     # Routes.
     ticket_ttl_s: float = 30.0
     """A ticket of the Tracker opens a session for so long."""

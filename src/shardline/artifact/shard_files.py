@@ -56,19 +56,22 @@ class ShardFiles:
         last: int,
         *,
         growing: bool = False,
+        before: Callable[[], None] | None = None,
         progress: Progress | None = None,
         cancelled: Cancelled | None = None,
     ) -> Path:
         """The file of Shard [first, last), from the cache or made now.
 
-        `growing`: other pieces may be written into the model's files meanwhile, as in a store.
+        `growing`: other pieces may be written into the model's files meanwhile, as in a store. `before` is called
+        where the file must be made; what it raises ends it.
 
         Errors: those of `plan_shard`; `disk_full`, `state_unwritable`, `cancelled`, each with nothing left behind;
         `deadline` where another process does not come to an end with the same file; `model_file_invalid` where the
         model's files changed.
         """
         plan = plan_shard(model, first, last, content_id=content_id)
-        return self._file(self.shard_path(content_id, first, last), model, plan, progress, cancelled, growing)
+        path = self.shard_path(content_id, first, last)
+        return self._file(path, model, plan, progress, cancelled, growing, before)
 
     def vocabulary(
         self,
@@ -97,6 +100,7 @@ class ShardFiles:
         progress: Progress | None,
         cancelled: Cancelled | None,
         growing: bool = False,
+        before: Callable[[], None] | None = None,
     ) -> Path:
         steps = _Steps(plan.nbytes, progress, cancelled)
         if _is_whole(path, plan, model, steps):
@@ -106,6 +110,8 @@ class ShardFiles:
             with _locked(path, self.lock_wait_s, cancelled):
                 if not _is_whole(path, plan, model, steps):
                     self._sweep()
+                    if before is not None:
+                        before()
                     write_plan(plan, model, path, growing=growing, progress=progress, cancelled=cancelled)
         except OSError as error:
             raise _unwritable(error, self.folder) from None

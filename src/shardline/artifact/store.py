@@ -28,7 +28,7 @@ from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
 
 _CONTENT_ID = re.compile(r"mac1-[0-9a-f]{64}")
-_BUNDLE = "bundle"
+BUNDLE = "bundle"
 _GONE = ".gone-"
 
 Wanted = Mapping[int, Sequence[int]]
@@ -80,14 +80,14 @@ class Store:
     def open(self, content_id: str, policy: TrustPolicy) -> StoredArtifact:
         """An artifact that is there. `not_found`; else the errors of `load_bundle`: it is checked again."""
         folder = self._folder_of(content_id)
-        if not (folder / _BUNDLE / MANIFEST_NAME).is_file():
+        if not (folder / BUNDLE / MANIFEST_NAME).is_file():
             raise ShardlineError(
                 "not_found", f"{content_id} is not in the store", advice="Ask: shardline artifact list"
             )
         with self._naming_errors():
             lease = Lease(self._lock(content_id, "use"))
         try:
-            bundle = read_bundle(folder / _BUNDLE, policy)
+            bundle = read_bundle(folder / BUNDLE, policy)
             if bundle.manifest.content_id != content_id:
                 raise ShardlineError("artifact_invalid", f"the folder {content_id} describes another artifact")
             return StoredArtifact(self, folder, bundle, lease)
@@ -182,6 +182,7 @@ class StoredArtifact:
 
     def __init__(self, store: Store, folder: Path, bundle: Bundle, lease: Lease) -> None:
         self.store = store
+        self.folder = folder
         self.bundle = bundle
         self.files = tuple(StoredFile(folder, tree) for tree in bundle.trees)
         self.claims = store.claims(bundle.manifest.content_id)
@@ -246,18 +247,18 @@ class StoredArtifact:
 
 def _copy_bundle(bundle: Bundle, folder: Path) -> None:
     """The files of the description, manifest last: without it there is no artifact."""
-    source, target = bundle.folder, folder / _BUNDLE
+    source, target = bundle.folder, folder / BUNDLE
     if source.absolute() == target.absolute() or _is_same(bundle, target):
         return
     names = [f"{SMALL_FOLDER}/{entry.path}" for entry in bundle.manifest.small_files]
     names += [name for name in (SIGNATURE_NAME, TORRENT_NAME, MANIFEST_NAME) if (source / name).is_file()]
-    part = folder / (_BUNDLE + ".part")
+    part = folder / (BUNDLE + ".part")
     shutil.rmtree(part, ignore_errors=True)
     for name in names:
         path = part / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_synced(path, (source / name).read_bytes())
-    old = folder / (_BUNDLE + ".old")
+    old = folder / (BUNDLE + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         os.rename(target, old)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -92,16 +93,22 @@ def stored_shard(
     first: int,
     last: int,
     *,
+    checked: bool = False,
     progress: Progress | None = None,
     cancelled: Cancelled | None = None,
 ) -> Path:
     """The Shard file of [first, last), from the cache or made now from held pieces.
 
+    `checked`: `check_pieces` has just been called. Else it is called where the file must be made.
     Errors: those of `check_pieces`, `stored_model` and `ShardFiles.shard`.
     """
-    if not shard_files.shard_path(artifact.content_id, first, last).exists():
-        check_pieces(artifact, first, last, cancelled=cancelled)
-    model = stored_model(artifact)
     return shard_files.shard(
-        model, artifact.content_id, first, last, growing=True, progress=progress, cancelled=cancelled
+        stored_model(artifact),
+        artifact.content_id,
+        first,
+        last,
+        growing=True,
+        before=None if checked else partial(check_pieces, artifact, first, last, cancelled=cancelled),
+        progress=progress,
+        cancelled=cancelled,
     )

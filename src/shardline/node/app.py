@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline.errors import ShardlineError
+from shardline.node.artifact_door import ArtifactDoor
 from shardline.node.host import ShardHost
 from shardline.node.info import Identity
 from shardline.node.stream import SessionStream
@@ -53,7 +54,10 @@ class NodeApp:
         info: Callable[[], NodeInfo],
         ticket_key: Callable[[], bytes | None],
         expelled: Callable[[], frozenset[str]] = frozenset,
+        door: ArtifactDoor | None = None,
     ) -> None:
+        """`door`: to the pieces of Model Artifacts that this Node gives away."""
+        self._door = door
         self._host = host
         self._identity = identity
         self._settings = settings
@@ -78,7 +82,7 @@ class NodeApp:
         if scope["type"] != "http":
             return
         method, path = scope["method"], scope["path"]
-        self._check_party(scope, path)
+        check_party(scope, path, self._expelled())
         if path == "/v1/steps" and method == "POST":
             await self._steps(scope, receive, send)
             return
@@ -89,23 +93,12 @@ class NodeApp:
             await self._close(path.removeprefix("/v1/sessions/"), scope, send)
         elif path.startswith("/v1/text/") and method == "GET":
             await self._text(path.removeprefix("/v1/text/"), send)
+        elif self._door is not None and self._door.leads(path):
+            await self._door(scope, receive, send)
         elif path in self._paths or path.startswith(("/v1/sessions/", "/v1/text/")):
             raise ShardlineError("method_not_allowed", f"{path} does not have {method}")
         else:
             raise ShardlineError("not_found", "nothing is served at this path")
-
-    def _check_party(self, scope: Scope, path: str) -> None:
-        """In a cluster with keys: who is out is out, and sessions are the Gateways'; Nodes send each other steps.
-
-        Steps that take their own lane are not asked: they are worth what their session key is.
-        """
-        found = scope.get("state", {}).get(PARTIES)
-        if found is None:
-            return
-        if found & self._expelled():
-            raise ShardlineError("forbidden", "the operator of this cluster has expelled this party")
-        if path.startswith(_OF_GATEWAYS) and not may_route(found):
-            raise ShardlineError("forbidden", "only a Gateway may open, keep and end sessions")
 
     async def _steps(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Where the direct lane did not take the request: it was not of the plain kind, or is to be refused."""
@@ -173,24 +166,44 @@ class NodeApp:
         await send_body(send, 200, bundle, b"application/msgpack")
 
     async def _node(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """With the credential all facts; with a nonce a proof of identity, for anybody."""
-        query = parse_qs(scope["query_string"].decode("latin-1"))
-        nonce = query.get("nonce", [""])[0]
-        if nonce:
-            if not _NONCE.fullmatch(nonce):
-                raise ShardlineError("invalid_value", "a nonce has 8 to 128 letters and digits", param="nonce")
-            await send_json(send, self._identity.prove(nonce))
-            return
-        if not has_credential(scope, self._credential):
-            raise ShardlineError("unauthorized", "the cluster credential is missing or wrong")
-        check_protocol(scope)
-        await send_json(send, self._info())
+        await tell_node(scope, send, self._identity, self._credential, self._info)
 
     async def _healthz(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"state": self._host.state})
 
     async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_body(send, 200, self._metrics.text(), b"text/plain; version=0.0.4")
+
+
+def check_party(scope: Scope, path: str, expelled: frozenset[str]) -> None:
+    """In a cluster with keys: who is out is out, and sessions are the Gateways'; Nodes send each other steps.
+
+    Steps that take their own lane are not asked: they are worth what their session key is.
+    """
+    found = scope.get("state", {}).get(PARTIES)
+    if found is None:
+        return
+    if found & expelled:
+        raise ShardlineError("forbidden", "the operator of this cluster has expelled this party")
+    if path.startswith(_OF_GATEWAYS) and not may_route(found):
+        raise ShardlineError("forbidden", "only a Gateway may open, keep and end sessions")
+
+
+async def tell_node(
+    scope: Scope, send: Send, identity: Identity, credential: str, info: Callable[[], NodeInfo]
+) -> None:
+    """`GET /v1/node`: with the credential all facts; with a nonce a proof of identity, for anybody."""
+    query = parse_qs(scope["query_string"].decode("latin-1"))
+    nonce = query.get("nonce", [""])[0]
+    if nonce:
+        if not _NONCE.fullmatch(nonce):
+            raise ShardlineError("invalid_value", "a nonce has 8 to 128 letters and digits", param="nonce")
+        await send_json(send, identity.prove(nonce))
+        return
+    if not has_credential(scope, credential):
+        raise ShardlineError("unauthorized", "the cluster credential is missing or wrong")
+    check_protocol(scope)
+    await send_json(send, info())
 
 
 class StepsLane:
@@ -265,11 +278,11 @@ class NodeMetrics:
         return generate_latest(self._registry)
 
 
-def _is_open(scope: Scope) -> bool:
+def is_open(scope: Scope) -> bool:
     """What needs no credential: health, and the proof of identity (which checks by itself)."""
     return scope["path"] in ("/healthz", "/v1/node")
 
 
 def node_app(app: NodeApp, credential: str) -> ASGIApp:
     """`app` behind the gate of the control plane and the error boundary."""
-    return ErrorBoundary(ControlGate(app, credential=credential, is_open=_is_open))
+    return ErrorBoundary(ControlGate(app, credential=credential, is_open=is_open))

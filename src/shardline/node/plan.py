@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from shardline.artifact.identity import content_id
+from shardline.artifact.model_view import make_view
+from shardline.artifact.store import StoredArtifact
+from shardline.artifact.stored_shard import check_headers, stored_model
 from shardline.errors import ShardlineError
 from shardline.formats import gguf_files, layers, memory, safetensors
 from shardline.formats.cuts import Cuts, cuts_of
-from shardline.formats.shape import shape_of_config, shape_of_gguf
+from shardline.formats.gguf_files import GGUFModel
+from shardline.formats.safetensors import SafetensorsFolder
+from shardline.formats.shape import ModelShape, shape_of_config, shape_of_gguf
 from shardline.model.backend import ShardDescription
 from shardline.model.script import read_script
 from shardline.options import NodeOptions
@@ -43,6 +48,8 @@ class ModelFacts:
 
     name: str
     """What clients call it: the name of the file or folder, as its owner gave it."""
+    path: Path
+    """What an engine is given: the file or folder. Of an artifact of the store it has holes, until all is fetched."""
     content_id: str
     n_layers: int
     engine_class: str
@@ -62,8 +69,8 @@ class ModelFacts:
 
 def inspect_model(options: NodeOptions) -> ModelFacts:
     """Read the headers of `options.model`; blocking. Raises `model_file_invalid` or `setting_invalid`."""
-    path = Path(options.model)
-    if not path.exists():
+    path = Path(options.model or "")
+    if options.model is None or not path.exists():
         raise ShardlineError("model_file_invalid", f"there is no file or folder {options.model!r}", param="model")
     try:
         facts = _inspect_script(path) if options.engine == "scripted" else _inspect_weights(path, options)
@@ -80,10 +87,26 @@ def inspect_model(options: NodeOptions) -> ModelFacts:
     return facts
 
 
+def inspect_stored(artifact: StoredArtifact, options: NodeOptions) -> ModelFacts:
+    """The same of an artifact whose headers the store holds, once they are found equal to the signed table; blocking.
+
+    Raises what `stored_model`, `check_headers` and `inspect_model` raise.
+    """
+    if artifact.bundle.manifest.format.container == "gguf":
+        model = stored_model(artifact)
+        name = _gguf_name(Path(artifact.bundle.manifest.files[0].path))
+        return _facts_of_gguf(model, name, make_view(artifact), artifact.content_id, options)
+    check_headers(artifact)
+    path = make_view(artifact)
+    found = safetensors.read_folder(path)
+    return _facts_of_folder(found, artifact.bundle.manifest.name, path, artifact.content_id, options)
+
+
 def _inspect_script(path: Path) -> ModelFacts:
     script, digest = read_script(path)
     return ModelFacts(
         name=script.model,
+        path=path,
         content_id=f"mac1-{digest}",
         n_layers=script.n_layers,
         engine_class="scripted",
@@ -95,35 +118,60 @@ def _inspect_script(path: Path) -> ModelFacts:
 
 def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
     cache = options.state_dir / "content-ids"
-    wanted = _DTYPE_BYTES.get(options.dtype or "")
-    stored = options.engine == "llama"
-    cuts: Cuts | None = None
-    tensors: Mapping[str, layers.SizedTensor]
     if path.is_dir():
-        if stored:
-            raise ShardlineError(
-                "model_file_invalid",
-                "it is a folder, and the llama engine reads GGUF files",
-                advice="Give --engine torch for a safetensors folder, or name a GGUF file.",
-            )
-        folder = safetensors.read_folder(path)
-        shape = shape_of_config(folder.config)
-        tensors, element_bytes, name = folder.tensors, wanted, path.resolve().name
-    else:
-        model = gguf_files.read_model(path)
-        shape = shape_of_gguf(model.header)
-        # llama.cpp computes from what is stored; PyTorch in float32 unless told otherwise, whatever it is stored in.
-        tensors, element_bytes, name = model.tensors, None if stored else wanted or 4, _PART.sub("", path.stem)
-        if stored:
-            cuts = cuts_of(model.header)
-            if options.first is not None and options.last is not None:
-                cuts.check_part(options.first, options.last)
+        found = safetensors.read_folder(path)
+        name = path.resolve().name
+        return _facts_of_folder(found, name, path, content_id(path, cache_dir=cache), options)
+    model = gguf_files.read_model(path)
+    facts = _facts_of_gguf(model, _gguf_name(path), path, "", options)
+    return replace(facts, content_id=content_id(path, cache_dir=cache))
+
+
+def _gguf_name(path: Path) -> str:
+    return _PART.sub("", path.stem)
+
+
+def _facts_of_folder(found: SafetensorsFolder, name: str, path: Path, content: str, options: NodeOptions) -> ModelFacts:
+    if options.engine == "llama":
+        raise ShardlineError(
+            "model_file_invalid",
+            "it is a folder, and the llama engine reads GGUF files",
+            advice="Give --engine torch for a safetensors folder, or name a GGUF file.",
+        )
+    wanted = _DTYPE_BYTES.get(options.dtype or "")
+    return _facts(name, path, content, options, shape_of_config(found.config), found.tensors, wanted)
+
+
+def _facts_of_gguf(model: GGUFModel, name: str, path: Path, content: str, options: NodeOptions) -> ModelFacts:
+    shape = shape_of_gguf(model.header)
+    # llama.cpp computes from what is stored; PyTorch in float32 unless told otherwise, whatever it is stored in.
+    if options.engine != "llama":
+        wanted = _DTYPE_BYTES.get(options.dtype or "") or 4
+        return _facts(name, path, content, options, shape, model.tensors, wanted)
+    cuts = cuts_of(model.header)
+    if options.first is not None and options.last is not None:
+        cuts.check_part(options.first, options.last)
+    return _facts(name, path, content, options, shape, model.tensors, None, cuts)
+
+
+def _facts(
+    name: str,
+    path: Path,
+    content: str,
+    options: NodeOptions,
+    shape: ModelShape,
+    tensors: Mapping[str, layers.SizedTensor],
+    element_bytes: int | None,
+    cuts: Cuts | None = None,
+) -> ModelFacts:
+    """`element_bytes`: of a number as the engine keeps it; None: as it is stored."""
     weights = memory.weight_bytes(tensors, shape.n_layers, element_bytes=element_bytes)
-    kv_element_bytes = _LLAMA_KV_ELEMENT_BYTES if stored else element_bytes or 4
+    kv_element_bytes = _LLAMA_KV_ELEMENT_BYTES if options.engine == "llama" else element_bytes or 4
     kv = memory.kv_bytes_per_token(shape, 0, shape.n_layers, element_bytes=kv_element_bytes) or 0
     return ModelFacts(
         name=name,
-        content_id=content_id(path, cache_dir=cache),
+        path=path,
+        content_id=content,
         n_layers=shape.n_layers,
         engine_class=options.engine,
         layer_bytes=list(weights.layers),

@@ -82,6 +82,7 @@ class Presence:
         self._settings = settings
         self._answer: RegisterAnswer | None = None
         self._count = 0
+        self._registrations = 0
         self._peers: list[Peer] = []
         self._probes: list[PeerProbe] = []
         self._complained = ("", "", 0.0)
@@ -100,6 +101,12 @@ class Presence:
     def ticket_key(self) -> bytes | None:
         """The Tracker's ticket key (32 bytes), once it is known."""
         return None if self._answer is None else bytes.fromhex(self._answer.ticket_key)
+
+    @property
+    def epoch(self) -> str | None:
+        """Another one after each registration, None before the first: what the Tracker was told until then may be
+        forgotten there."""
+        return None if self._answer is None else f"{self._answer.epoch}/{self._registrations}"
 
     def changed(self) -> None:
         """Something that routes depend on has changed: tell the Tracker now."""
@@ -142,6 +149,7 @@ class Presence:
         statement = sign(self._identity.key, "register", registration)
         self._answer = await self._tracker.register(Signed(statement=statement))
         self._count = 0
+        self._registrations += 1
         self.registered.set()
         log.info("node_registered", waiting=self._answer.waiting)
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import structlog
@@ -20,6 +23,11 @@ from shardline.model import backends
 from shardline.model.backend import ShardDescription
 from shardline.model.self_test import choose_prefill_chunk
 from shardline.node.app import NodeApp, node_app
+from shardline.node.artifact_advertiser import Advertised, Advertiser
+from shardline.node.artifact_door import ArtifactDoor
+from shardline.node.artifact_pieces import ArtifactPieces
+from shardline.node.artifact_scrub import scrub_often
+from shardline.node.artifact_start import from_nothing
 from shardline.node.engine_files import EngineFiles
 from shardline.node.host import ShardHost
 from shardline.node.info import Identity, Planned, host_id, node_info
@@ -49,7 +57,7 @@ async def run(options: NodeOptions) -> None:
     """Serve one Shard until cancelled. Raises `ShardlineError` for what its operator must correct."""
     if options.join is None:
         check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
-        _check_no_keys(options.tracker_url)
+        check_no_keys(options.tracker_url)
         check_tracker(options.tracker_url, insecure_plain_http=options.insecure_plain_http)
         warn_of_plain_http(options.host)
     sock = bind(options.host, options.port)
@@ -57,8 +65,9 @@ async def run(options: NodeOptions) -> None:
         if options.join is None:
             await _run(options, sock, identity_key(options.identity_path), None)
             return
-        # A model that cannot be served is told before the token is spent.
-        await asyncio.to_thread(inspect_model, options)
+        if options.model is not None:
+            # A model that cannot be served is told before the token is spent.
+            await asyncio.to_thread(inspect_model, options)
         line = join_line(options.join)
         state_dir, identity = options.state_dir, options.identity_path
         async with joined(line, state_dir=state_dir, settings=options.settings, identity_path=identity) as member:
@@ -69,7 +78,7 @@ async def run(options: NodeOptions) -> None:
         sock.close()
 
 
-def _check_no_keys(tracker_url: str) -> None:
+def check_no_keys(tracker_url: str) -> None:
     """A Tracker with keys would refuse this Node for as long as it asks."""
     if split_url(tracker_url).scheme == "https":
         raise ShardlineError(
@@ -86,14 +95,19 @@ async def _run(
     """`membership`: of a Node in a cluster with keys."""
     tls = None if membership is None else membership.tls
     client = HttpClient(options.settings, credential=options.credential, tls=tls, part="the Node")
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(client.aclose)
         tracker = TrackerClient(client, options.tracker_url)
-        facts = await asyncio.to_thread(inspect_model, options)
+        pieces: ArtifactPieces | None = None
+        if options.model is None:
+            node_id = node_id_of(public_bytes(key))
+            start = await stack.enter_async_context(from_nothing(options, tracker, client, node_id))
+            options, facts, pieces = start
+        else:
+            facts = await asyncio.to_thread(inspect_model, options)
         first, last = await _layers(options, facts, tracker, key)
-        node = _Node(options, facts, first, last, client, tracker, key, membership)
+        node = _Node(options, facts, first, last, client, tracker, key, membership, pieces)
         await node.serve(sock)
-    finally:
-        await client.aclose()
 
 
 async def _layers(
@@ -127,6 +141,14 @@ async def _layers(
         try:
             answer = await tracker.placement(request)
             log.info("node_placed", first=answer.first, last=answer.last, reason=answer.reason)
+            options.announce(
+                "placed",
+                first=answer.first,
+                last=answer.last,
+                n_layers=facts.n_layers,
+                model=facts.name,
+                reason=answer.reason,
+            )
             return answer.first, answer.last
         except ShardlineError as error:
             if error.code != "tracker_unreachable":
@@ -159,7 +181,10 @@ class _Node:
         tracker: TrackerClient,
         key: Ed25519PrivateKey,
         membership: Membership | None,
+        pieces: ArtifactPieces | None,
     ) -> None:
+        self._pieces = pieces
+        self._range = (first, last)
         self._options = options
         self._membership = membership
         self._settings: Settings = options.settings
@@ -167,7 +192,7 @@ class _Node:
         self._client = client
         self._tracker = tracker
         self._key = key
-        self._files = EngineFiles(options, facts, first, last)
+        self._files = EngineFiles(options, facts, first, last, pieces)
         self._planned = Planned(
             model=facts.name,
             content_id=facts.content_id,
@@ -232,6 +257,7 @@ class _Node:
             info=info,
             ticket_key=lambda: presence.ticket_key,
             expelled=lambda: presence.expelled,
+            door=self._door(),
         )
         host.on_change = lambda: self._state_changed(host, presence)
         self._engine.on_progress = self._loading
@@ -242,7 +268,8 @@ class _Node:
         await server.start()
         options.announce("listening", url=identity.url, node=identity.node_id, model=self._facts.name)
         known = tasks.create_task(presence.run())
-        running = [known, *map(tasks.create_task, (host.run(), self._announce_ready(host, presence)))]
+        works = [host.run(), self._announce_ready(host, presence), *self._giving(identity, presence, host)]
+        running = [known, *map(tasks.create_task, works)]
         try:
             await asyncio.wait({known})
             raise known.result()
@@ -254,6 +281,26 @@ class _Node:
                 task.cancel()
             await self._engine.stop()
             await server.stop(_STOP_S)
+
+    def _door(self) -> ArtifactDoor | None:
+        if self._pieces is None:
+            return None
+        door = ArtifactDoor(self._settings)
+        door.put(self._pieces.artifact)
+        return door
+
+    def _giving(self, identity: Identity, presence: Presence, host: ShardHost) -> list[Coroutine[Any, Any, None]]:
+        """What a Node with pieces does beside its Shard: tell what it has, and read it again now and then."""
+        pieces = self._pieces
+        if pieces is None:
+            return []
+        told = [Advertised(pieces.artifact, lambda: pieces.fetching)]
+        advertiser = Advertiser(identity=identity, tracker=self._tracker, epoch=lambda: presence.epoch, artifacts=told)
+
+        async def damaged() -> None:
+            await pieces.bring(*self._range)
+
+        return [advertiser.run(), scrub_often(pieces.artifact, self._settings, host.settled, damaged)]
 
     async def _say_goodbye(self, host: ShardHost, presence: Presence, known: asyncio.Task[ShardlineError]) -> None:
         """No new sessions, an end for those that run, and then the last word to the Tracker."""

@@ -19,7 +19,7 @@ import structlog
 from shardline.artifact.fetch_plan import RUN_BYTES, FetchPlan, Row, Run
 from shardline.artifact.piece_writer import PieceWriter
 from shardline.artifact.scrub import recover
-from shardline.artifact.sources import Rate, Source, SourceAccount, State
+from shardline.artifact.sources import PlacingSource, Rate, Source, SourceAccount, SourceProgress
 from shardline.artifact.store import StoredArtifact, Wanted
 from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
@@ -36,19 +36,6 @@ ELSEWHERE = 10
 """So many times longer, where another process of this machine says that it fetches it."""
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SourceProgress:
-    """One source, for people and APIs."""
-
-    name: str
-    state: State
-    fetched_bytes: int
-    bytes_per_s: float
-    reason: str | None
-    bad_pieces: tuple[tuple[int, int], ...]
-    """(file, piece) that it gave wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +93,7 @@ class Fetch:
         self._rate: Rate | None = None
         self._last_news = 0.0
 
-    def add(self, source: Source) -> None:
+    def add(self, source: Source | PlacingSource) -> None:
         """One more source; call it on the loop that runs the fetch."""
         account = SourceAccount(source, Rate(_now()), run_bytes=max(RUN_BYTES[0], self._piece_bytes))
         self._accounts.append(account)
@@ -164,7 +151,7 @@ class Fetch:
             fetched_bytes=sum(account.fetched_bytes for account in self._accounts),
             bytes_per_s=rate,
             seconds_left=missing / rate if rate > 0 else None,
-            sources=tuple(_shown(account, now) for account in self._accounts),
+            sources=tuple(row for account in self._accounts for row in _shown(account, now)),
         )
 
     # Beginning and end.
@@ -272,6 +259,8 @@ class Fetch:
 
     async def _fetch(self, account: SourceAccount, run: Run) -> float | None:
         """Ask for a run, and store it. How long to leave the source alone, where it failed."""
+        if isinstance(account.source, PlacingSource):
+            return await self._fetch_placed(account, account.source, run)
         number, first = self._row.split(run)
         tree = self.artifact.files[number].tree
         start, end = tree.piece_range(first)[0], tree.piece_range(first + run.end - run.first - 1)[1]
@@ -281,12 +270,7 @@ class Fetch:
             if len(data) != end - start:
                 raise ShardlineError("source_failed", f"it gave {len(data)} of {end - start} bytes")
         except ShardlineError as error:
-            if error.code == "artifact_incomplete" and account.offered is not None:
-                # It had them, and has found them damaged since: they are not asked of it before its next offer.
-                account.offered -= Pieces.span(self._row.count, run.first, run.end)
-                return TICK_S
-            account.run_bytes = 0
-            return self._note_failure(account, error)
+            return self._gave_nothing(account, run, error)
         bad = await self._guarded(self.writer.put, number, first, data)
         if bad is None:
             return None
@@ -303,6 +287,43 @@ class Fetch:
         if self.writer.uncommitted_bytes >= COMMIT_BYTES:
             self._batch.set()
         return None
+
+    async def _fetch_placed(self, account: SourceAccount, source: PlacingSource, run: Run) -> float | None:
+        """Have a run written into the data file, and check what lies there as it comes."""
+        number, first = self._row.split(run)
+        tree = self.artifact.files[number].tree
+        began = _now()
+        try:
+            async with contextlib.aclosing(source.place(number, first, first + run.end - run.first)) as placed:
+                async for pieces in placed:
+                    bad = Pieces.of(pieces.count, await self.delivered(number, pieces))
+                    count = sum(tree.piece_range(piece)[1] - tree.piece_range(piece)[0] for piece in pieces - bad)
+                    account.gave(_now(), count)
+                    if self._rate is not None:
+                        self._rate.add(_now(), count)
+                    if bad:
+                        raise ShardlineError(
+                            "source_failed", f"{len(bad)} pieces do not lie in the file as they should"
+                        )
+                    if self.writer.uncommitted_bytes >= COMMIT_BYTES:
+                        self._batch.set()
+        except ShardlineError as error:
+            if error.code == "disk_full":
+                if not await self._wait_for_room():
+                    self._fail(error)
+                return TICK_S
+            return self._gave_nothing(account, run, error)
+        self._plan.paced(account, _now() - began)
+        return None
+
+    def _gave_nothing(self, account: SourceAccount, run: Run, error: ShardlineError) -> float | None:
+        """How long to leave a source alone that did not give a run, or not all of it."""
+        if error.code == "artifact_incomplete" and account.offered is not None:
+            # It had them, and has found them damaged since: they are not asked of it before its next offer.
+            account.offered -= Pieces.span(self._row.count, run.first, run.end)
+            return TICK_S
+        account.run_bytes = 0
+        return self._note_failure(account, error)
 
     async def _failed(self, account: SourceAccount, error: ShardlineError) -> None:
         pause = self._note_failure(account, error)
@@ -409,9 +430,13 @@ class Fetch:
         return self.artifact.bytes_of(by_file)
 
 
-def _shown(account: SourceAccount, now: float) -> SourceProgress:
-    return SourceProgress(
-        name=account.source.name,
+def _shown(account: SourceAccount, now: float) -> Iterator[SourceProgress]:
+    source = account.source
+    if isinstance(source, PlacingSource) and account.state == "active" and (members := source.members()):
+        yield from members
+        return
+    yield SourceProgress(
+        name=source.name,
         state=account.state,
         fetched_bytes=account.fetched_bytes,
         bytes_per_s=account.rate.per_s(now),

@@ -147,9 +147,17 @@ class FetchPlan:
 
     def _double(self, account: SourceAccount, now: float) -> Run | None:
         """The first pieces of the run that another source has been longest about."""
+        if account.placing:
+            return None
         for other in sorted(self._runs, key=lambda run: run.since):
             offered = account.offered
-            if other.account is account or other.doubled or now - other.since < SLOW_S or offered is None:
+            if (
+                other.account is account
+                or other.account.placing
+                or other.doubled
+                or now - other.since < SLOW_S
+                or offered is None
+            ):
                 continue
             left = self.missing & offered & Pieces.span(self.row.count, other.first, other.end)
             found = left.first_run(max(1, account.run_bytes // self._piece_bytes))

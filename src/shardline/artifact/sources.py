@@ -1,15 +1,16 @@
 """What a fetch wants of a source of pieces, and the account that is kept of each.
 
-Owns the contract (whoever delivers bytes implements `Source`: Nodes and web seeds in transport/) and when a source is
-done with: banned for one wrong piece, given up after failures in a row. No I/O. Shown by tests/artifact/test_fetch.py.
+Owns the contract (whoever delivers bytes implements `Source`: Nodes and web seeds in transport/; whoever writes them
+into the data file itself `PlacingSource`: BitTorrent) and when a source is done with: banned for one wrong piece, given
+up after failures in a row. No I/O. Shown by tests/artifact/test_fetch.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
@@ -40,6 +41,45 @@ class Source(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SourceProgress:
+    """One source, for people and APIs."""
+
+    name: str
+    state: State
+    fetched_bytes: int
+    bytes_per_s: float
+    reason: str | None
+    bad_pieces: tuple[tuple[int, int], ...]
+    """(file, piece) that it gave wrong."""
+
+
+@runtime_checkable
+class PlacingSource(Protocol):
+    """Many who have pieces, behind a program that writes what they give into the data file of the store itself."""
+
+    @property
+    def name(self) -> str:
+        """For people, as of `Source`."""
+        ...
+
+    async def offer(self) -> Mapping[int, Pieces] | None:
+        """What they have together, as of `Source`."""
+        ...
+
+    def place(self, number: int, first: int, end: int) -> AsyncGenerator[Pieces, None]:
+        """Have the pieces [first, end) of a file written; yields those that now lie in the data file, to be checked.
+
+        From its end on, however it ends (`aclose` included), nothing that was not yielded is written there any more: so
+        others may be asked for it, and what they bring stays as it is. Errors as of `Source.read`.
+        """
+        ...
+
+    def members(self) -> Sequence[SourceProgress]:
+        """Who they are, and what each gave."""
+        ...
+
+
 class Rate:
     """Bytes in the last seconds. Times are seconds of one clock."""
 
@@ -66,7 +106,7 @@ class Rate:
 class SourceAccount:
     """One source in one fetch."""
 
-    source: Source
+    source: Source | PlacingSource
     rate: Rate
     state: State = "active"
     reason: str | None = None
@@ -80,6 +120,11 @@ class SourceAccount:
     """In a row."""
     run_bytes: int = 0
     """How much is asked of it at a time."""
+    placing: bool = field(init=False)
+    """What it was asked for is asked of nobody else meanwhile: two programs would write one piece."""
+
+    def __post_init__(self) -> None:
+        self.placing = isinstance(self.source, PlacingSource)
 
     def gave(self, now: float, count: int) -> None:
         self.failures = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardline.gateway.reuse import OFF
-from tests.support.cluster import Cluster, scripted_cluster, until, worker_pid
+from tests.support.cluster import Cluster, Json, scripted_cluster, until, worker_pid
 from tests.support.reuse import check_reuse, completed
 
 pytestmark = pytest.mark.timeout(120)
@@ -207,3 +207,34 @@ async def test_a_thousand_sessions_in_little_room(tmp_path: Path) -> None:
         await cluster.until_free()
         assert all(0 < count <= 600 for count in await cached(cluster))
         assert reused[0] > 10_000, reused
+
+
+async def test_a_follow_up_goes_where_its_beginning_is_kept(tmp_path: Path) -> None:
+    """Two equal routes: the first conversation holds the one that comes first while the second begins."""
+    script = {"decode_ms": 5, "prefill_ms_per_row": 2, "eos": False, "answer": ["x"] * 100}
+    layers = ("0:3", "3:6", "0:3", "3:6")
+    async with scripted_cluster(tmp_path, layers=layers, script=script) as cluster:
+        one, two = tokens(100), tokens(100, 1)
+        first = asyncio.create_task(completed(cluster, one, count=60))
+
+        async def running() -> bool:
+            sessions = (await cluster.http.get(f"{cluster.gateway.url}/v1/route-sessions")).json()["sessions"]
+            return [session["phase"] for session in sessions] == ["decode"]
+
+        await until(running, 10)
+        second = await completed(cluster, two, count=40)
+        taken = {"one": hops(await first), "two": hops(second)}
+        assert taken["one"].isdisjoint(taken["two"])
+        for turn, cached_tokens in enumerate(
+            (96, 96, 128)
+        ):  # at once, before a heartbeat has told that the last one ended
+            for name, prompt, seed in (("two", two, 3), ("one", one, 4)):
+                answer = await completed(cluster, prompt, count=1)
+                assert hops(answer) == taken[name], turn
+                check_reuse(answer, cached_tokens)
+                prompt += tokens(40, seed + turn)
+        await cluster.until_free()
+
+
+def hops(answer: Json) -> set[str]:
+    return {hop["node"] for hop in answer["record"]["route"]["hops"]}

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from shardline.errors import ShardlineError
-from shardline.gateway.generate import RunningGeneration, of_tracker
+from shardline.gateway.generate import RunningGeneration
 from shardline.gateway.generate_api import GenerationRequest
 from shardline.gateway.session import RouteSession
+from shardline.gateway.verdicts import of_tracker
 from shardline.settings import Settings
 from shardline.wire.messages import Sampling
 from shardline.wire.telemetry import TelemetryEvent

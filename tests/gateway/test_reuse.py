@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardline.errors import ShardlineError
-from shardline.gateway.reuse import OFF, Start, check_opened, prefix_of, start_of
+from shardline.gateway.reuse import OFF, REMEMBERED, HotRoutes, Start, check_opened, prefix_of, start_of
 from shardline.wire.messages import Opened
 from shardline.wire.prefix import blocks_in
 
@@ -55,3 +55,46 @@ def test_a_prompt_is_named_by_its_whole_blocks_and_its_key() -> None:
     assert mine.salt != yours.salt
     assert mine.digests[:16] != yours.digests[:16]
     assert prefix_of([1, 2], "key-a").digests == b""
+
+
+def digests(count: int, seed: int = 0, key: str = "k") -> bytes:
+    """Of a prompt of `count` tokens; those of one seed begin alike."""
+    return prefix_of([seed, *range(count - 1)], key).digests
+
+
+def test_a_prompt_that_goes_on_is_found_on_the_nodes_that_have_its_beginning() -> None:
+    hot = HotRoutes()
+    hot.add("c", digests(100), ["a", "b"])
+    hot.add("c", digests(64), ["a", "x"])
+    hot.add("c", digests(100, seed=1), ["z"])
+    assert hot.find("c", digests(200), 200) == {"a": 96, "b": 96, "x": 64}
+    assert hot.find("c", digests(96), 96) == {"a": 64, "b": 64, "x": 64}  # the last token is always computed
+    assert hot.find("c", digests(40), 40) == {"a": 32, "b": 32, "x": 32}
+
+
+def test_what_is_of_another_model_or_key_or_too_short_is_not_found() -> None:
+    hot = HotRoutes()
+    hot.add("c", digests(100), ["a"])
+    hot.add("c", digests(20), ["a"])  # not one whole block
+    assert hot.find("d", digests(200), 200) == {}
+    assert hot.find("c", digests(200, key="other"), 200) == {}
+    assert hot.find("c", digests(20), 20) == {}
+
+
+def test_a_longer_session_stands_for_a_shorter_one_and_the_oldest_is_forgotten() -> None:
+    hot = HotRoutes()
+    for turn in range(40, 40 + 2 * REMEMBERED):
+        hot.add("c", digests(turn), ["a"])
+    hot.add("c", digests(64, seed=1), ["b"])
+    assert hot.find("c", digests(64, seed=1), 65) == {"b": 64}
+    for seed in range(2, REMEMBERED + 2):
+        hot.add("c", digests(32, seed=seed), ["b"])
+    assert hot.find("c", digests(64), 65) == hot.find("c", digests(64, seed=1), 65) == {}
+
+
+def test_a_route_with_a_node_that_failed_is_not_hot() -> None:
+    hot = HotRoutes()
+    hot.add("c", digests(100), ["a", "b"])
+    hot.add("c", digests(100), ["c"])
+    hot.forget("b")
+    assert hot.find("c", digests(200), 200) == {"c": 96}

@@ -50,6 +50,11 @@ def reason_of(registry: Registry, node: SigningNode) -> str | None:
     return found
 
 
+def account(registry: Registry) -> tuple[int, int]:
+    (c,) = registry.candidates()
+    return c.sessions, c.kv_reserved
+
+
 def returning(registry: Registry, node: SigningNode) -> bool:
     (found,) = [c.returning for c in registry.candidates() if c.node == node.id]
     return found
@@ -305,7 +310,7 @@ def test_given_sessions_count_until_the_node_tells_of_them(registry: Registry) -
     registry.give("r-2", [node.id], 50, 2.0)
     (c,) = registry.candidates()
     assert (c.sessions, c.kv_reserved) == (2, 150)
-    registry.end("r-1", [node.id])
+    registry.end("r-1", [node.id], 2.0)
     # Given so shortly before the heartbeat that the Node's figures cannot hold it.
     beat(registry, node, 2.0 + OPENING_S / 2)
     (c,) = registry.candidates()
@@ -313,6 +318,35 @@ def test_given_sessions_count_until_the_node_tells_of_them(registry: Registry) -
     beat(registry, node, 3.0, info=node.info(kv=KvInfo(capacity_tokens=10_000, reserved_tokens=50, sessions=1)))
     (c,) = registry.candidates()
     assert (c.sessions, c.kv_reserved) == (1, 50)
+
+
+def test_an_ended_session_counts_no_more_though_its_node_has_not_told_yet(registry: Registry) -> None:
+    node = join(registry, 0, 30)
+    registry.give("r-1", [node.id], 100, 1.0)
+    figures = KvInfo(capacity_tokens=10_000, reserved_tokens=100, sessions=1)
+    beat(registry, node, 2.0, info=node.info(kv=figures))
+    assert account(registry) == (1, 100)
+    registry.end("r-1", [node.id], 2.5)
+    assert account(registry) == (0, 0)
+    beat(registry, node, 2.5 + OPENING_S / 2, info=node.info(kv=figures))  # made before the end
+    assert account(registry) == (0, 0)
+    beat(registry, node, 3.5)
+    assert account(registry) == (0, 0)
+    registry.give("r-2", [node.id], 7, 4.0)
+    assert account(registry) == (1, 7)
+
+
+def test_an_end_that_the_node_has_told_already_makes_nothing_negative(registry: Registry) -> None:
+    node = join(registry, 0, 30)
+    registry.give("r-1", [node.id], 100, 1.0)
+    beat(registry, node, 2.0)
+    registry.end("r-1", [node.id], 2.5)
+    assert account(registry) == (0, 0)
+    registry.give("r-2", [node.id], 100, 3.0)
+    beat(registry, node, 4000.0)
+    beat(registry, node, 9000.0)
+    registry.end("r-2", [node.id], 9001.0)  # long forgotten
+    assert not registry.nodes[node.id].ended
 
 
 def test_waiting_names_what_is_missing_beside_the_nodes_own_layers(registry: Registry) -> None:

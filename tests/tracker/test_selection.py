@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.tracker.selection import (
+    ANSWER_TOKENS,
     FULL_MS,
     HOP_MS,
     LAYER_MS,
@@ -21,6 +22,7 @@ from shardline.tracker.selection import (
     Links,
     Query,
     RouteGraph,
+    best_reusing,
     partition,
     price,
     widest_kv,
@@ -286,3 +288,32 @@ def test_a_large_cluster_is_searched_exactly() -> None:
     )
     assert best is not None
     assert best.cost.total_ms == pytest.approx(brute)
+
+
+def reusing(group: Sequence[Candidate], reusable: dict[str, int]) -> tuple[list[str], float]:
+    route = best_reusing(RouteGraph(group, NO_LINKS, Query(kv_tokens=100, reusable=reusable)))
+    assert route is not None
+    return [c.node for c in route.hops], route.cost.saved_ms
+
+
+def test_of_equal_routes_the_one_that_kept_the_prompt_is_taken() -> None:
+    halves = [candidate(n, 0, 15) for n in "ab"] + [candidate(n, 15, 30) for n in "cd"]
+    assert reusing(halves, {}) == (["a", "c"], 0.0)
+    assert reusing(halves, {"b": 96, "d": 96}) == (["b", "d"], 96 / ANSWER_TOKENS)
+    # All Nodes or none, and as much as the worst has.
+    assert reusing(halves, {"b": 96}) == (["a", "c"], 0.0)
+    assert reusing(halves, {"b": 96, "d": 96, "a": 320, "c": 64}) == (["a", "d"], 96 / ANSWER_TOKENS)
+    assert reusing(halves, {"b": 96, "d": 96, "c": 320}) == (["b", "c"], 96 / ANSWER_TOKENS)
+
+
+def test_a_kept_prompt_is_worth_the_prefill_that_it_saves_and_no_more() -> None:
+    cold, hot = candidate("a", 0, 30), candidate("b", 0, 30, sessions=1)
+    for tokens, taken in ((9 * ANSWER_TOKENS, "a"), (11 * ANSWER_TOKENS, "b")):  # 1 ms a row against 10 ms a token
+        assert reusing([cold, hot], {"b": tokens})[0] == [taken]
+    full = candidate("b", 0, 30, kv_reserved=9_950)
+    assert reusing([cold, full], {"b": 9_000})[0] == ["a"]
+    assert reusing([cold, replace(hot, barred="out")], {"b": 9_000})[0] == ["a"]
+
+
+def test_nodes_that_are_not_there_may_be_named() -> None:
+    assert reusing([candidate("a", 0, 30)], {"gone": 500, "a": 0}) == (["a"], 0.0)

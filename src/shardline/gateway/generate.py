@@ -21,9 +21,10 @@ from shardline.gateway.admission import CAPACITY_CODES, Admission
 from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.metrics import GatewayMetrics
-from shardline.gateway.reuse import prefix_of
+from shardline.gateway.reuse import HotRoutes, prefix_of
 from shardline.gateway.served_models import ServedModels
 from shardline.gateway.session import RouteSession
+from shardline.gateway.verdicts import RETRY_AFTER_S, of_tracker
 from shardline.settings import Settings
 from shardline.telemetry.records import Record, Records
 from shardline.transport.carrier import Carrier
@@ -34,8 +35,6 @@ from shardline.wire.prefix import Prefix
 from shardline.wire.telemetry import TelemetryEvent
 
 log = structlog.get_logger(__name__)
-_FOR_CLIENTS = frozenset({"model_not_found", "model_unavailable", "capacity", "kv_exhausted", "resources_exhausted"})
-_RETRY_AFTER_S = 2
 _ADMISSIONS = 256
 """Queues of models that are kept without being used."""
 _CLOSE_S = 0.25
@@ -61,6 +60,7 @@ class RunningGeneration:
         self._failure: ShardlineError | None = None
         self._session: RouteSession | None = None
         self._named: Prefix | None = None
+        self._generated: list[int] = []
         record.cancel = self.end_cancelled
 
     # ---- for the API -----------------------------------------------------------------------------------------
@@ -202,12 +202,20 @@ class RunningGeneration:
             self._record.enter("cancelled")
         else:
             self._record.enter("completed")
+            self._remember()
         self._opened.set()
         self._ended.set()
         self._wake.set()
         self._record.cancel = not_running
         self._report()
         self._owner.ended(self._record)
+
+    def _remember(self) -> None:
+        """Where the Nodes have kept what this session computed."""
+        if self._session is not None and self._named is not None and self._failure is None:
+            left = prefix_of([*self._request.prompt, *self._generated], self._request.key_id)
+            nodes = (hop.node for hop in self._session.route.hops)
+            self._owner.hot.add(self._request.content_id, left.digests, nodes)
 
     async def _generate(self, tasks: asyncio.TaskGroup) -> None:
         admission = self._owner.admission(self._request.model)
@@ -218,8 +226,9 @@ class RunningGeneration:
         try:
             async with asyncio.timeout(self._owner.settings.session_s):
                 while tokens := await session.next_tokens():
-                    for _ in tokens:
+                    for token in tokens:
                         self._record.token()
+                        self._generated.append(token.id)
                     self._emit(TokensEvent(tokens=tokens))
         except TimeoutError:
             raise ShardlineError("deadline", "the session took too long", limit="session") from None
@@ -245,6 +254,7 @@ class RunningGeneration:
         """One try: route, tickets, all Nodes. What it opened is closed again before a refusal leaves it."""
         owner, request = self._owner, self._request
         self._record.enter("routing")
+        prefix = self._prefix()
         answer = await owner.route(
             RouteRequest(
                 model=request.content_id,
@@ -252,6 +262,9 @@ class RunningGeneration:
                 gateway=owner.gateway_id,
                 avoid_nodes=owner.avoided_nodes(),
                 avoid_links=owner.avoided_links(),
+                reusable_tokens=owner.hot.find(request.content_id, prefix.digests, len(request.prompt))
+                if prefix
+                else None,
             ),
             called=request.name or request.model,
         )
@@ -262,7 +275,7 @@ class RunningGeneration:
             prompt=request.prompt,
             max_tokens=request.max_tokens,
             sampling=request.sampling,
-            prefix=self._prefix(),
+            prefix=prefix,
             client=owner.client,
             carrier=owner.carrier,
             liveness=owner.liveness,
@@ -301,18 +314,6 @@ def not_running(reason: str) -> None:
     """Cancels what has ended: nothing."""
 
 
-def of_tracker(error: ShardlineError, *, asked: str = "", called: str = "") -> ShardlineError:
-    """What a client may hear of a Tracker's refusal: its own business, or that the cluster has a problem, but neither
-    addresses nor answers that were meant for the Gateway. The Tracker was `asked` for a model that the client `called`
-    otherwise, and is quoted in the client's words."""
-    if error.code in _FOR_CLIENTS:
-        message = error.message.replace(asked, called) if asked else error.message
-        return ShardlineError(error.code, message, param=error.param, advice=error.advice, **error.details)
-    log.warning("tracker_refused", code=error.code, reason=error.message)
-    why = "does not answer" if error.code == "tracker_unreachable" else f"refused this Gateway ({error.code})"
-    return ShardlineError("tracker_unreachable", f"the Tracker {why}", retry_after=_RETRY_AFTER_S)
-
-
 class RouteGenerations:
     """All generations of one Gateway. Implements `Generations`; `run()` owns the tasks."""
 
@@ -339,6 +340,7 @@ class RouteGenerations:
         self._avoid_nodes: dict[str, float] = {}
         self._avoid_links: dict[tuple[str, str], float] = {}
         self._served = ServedModels(tracker)
+        self.hot = HotRoutes()
         self._live: set[RunningGeneration] = set()
         self._draining = False
 
@@ -422,7 +424,7 @@ class RouteGenerations:
             if error.code == "model_unavailable":
                 raise told from None
             message = f"no Node serves the model '{called[:100]}' now"
-            raise ShardlineError("model_unavailable", message, param="model", retry_after=_RETRY_AFTER_S) from None
+            raise ShardlineError("model_unavailable", message, param="model", retry_after=RETRY_AFTER_S) from None
 
     def admission(self, model: str) -> Admission:
         if model not in self._admissions:
@@ -471,6 +473,7 @@ class RouteGenerations:
         until = time.monotonic() + self.settings.control_s
         if outcome.node is not None:
             self._avoid_nodes[outcome.node] = until
+            self.hot.forget(outcome.node)
         if outcome.link is not None:
             self._avoid_links[outcome.link] = until
         if self._tasks is None:

@@ -1,14 +1,20 @@
-"""What a client and the Tracker may take from a Node's word about a session that it refused or gave up.
+"""What a client may take from the word of a Node that gave a session up, or of a Tracker that refused one.
 
-Owns which codes are a Node's to use, and that it can blame itself and its own links only. Pure. Shown by
-tests/gateway/test_session.py and the fault table in tests/cluster/.
+Owns which codes are a Node's to use, and that it can blame itself and its own links only; the Tracker hears no more of
+it than the client. Shown by tests/gateway/test_session.py, test_generate.py and the fault table in tests/cluster/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import structlog
+
 from shardline.errors import ShardlineError
+
+log = structlog.get_logger(__name__)
+RETRY_AFTER_S = 2
+_FOR_CLIENTS = frozenset({"model_not_found", "model_unavailable", "capacity", "kv_exhausted", "resources_exhausted"})
 
 _CODES_OF_SEAMS = frozenset({"seam_lost", "seam_invalid", "seam_gap", "numerical_error"})
 _CODES_OF_NODES = _CODES_OF_SEAMS | {
@@ -55,3 +61,15 @@ def of_node(said: ShardlineError, *, node: str, nodes: Sequence[str], opened: bo
             code = "engine_error"
     param = "logit_bias" if code == "no_token_left" else None
     return ShardlineError(code, said.message, param=param, node=node, **details)
+
+
+def of_tracker(error: ShardlineError, *, asked: str = "", called: str = "") -> ShardlineError:
+    """What a client may hear of a Tracker's refusal: its own business, or that the cluster has a problem, but neither
+    addresses nor answers that were meant for the Gateway. The Tracker was `asked` for a model that the client `called`
+    otherwise, and is quoted in the client's words."""
+    if error.code in _FOR_CLIENTS:
+        message = error.message.replace(asked, called) if asked else error.message
+        return ShardlineError(error.code, message, param=error.param, advice=error.advice, **error.details)
+    log.warning("tracker_refused", code=error.code, reason=error.message)
+    why = "does not answer" if error.code == "tracker_unreachable" else f"refused this Gateway ({error.code})"
+    return ShardlineError("tracker_unreachable", f"the Tracker {why}", retry_after=RETRY_AFTER_S)

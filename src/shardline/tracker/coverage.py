@@ -20,6 +20,7 @@ from shardline.tracker.selection import (
     Query,
     RouteGraph,
     avoiding,
+    best_reusing,
     partition,
     widest_kv,
 )
@@ -187,7 +188,7 @@ def choose(candidates: Iterable[Candidate], links: Links, query: Query, model: s
 
     One name with several `content_id`s: the one with most usable Shards that has a whole route, then the first in
     order; load plays no part, so that a name does not change its meaning from request to request. Of one content,
-    the engine class with the cheapest route.
+    the engine class with the cheapest route, for a prompt of which Nodes have kept what `query` says.
     """
     groups = matching(partition(candidates), model)
     graphs = {key: RouteGraph(avoiding(group, query), links, query) for key, group in groups.items()}
@@ -198,7 +199,7 @@ def choose(candidates: Iterable[Candidate], links: Links, query: Query, model: s
         routes = [
             (route.cost.total_ms, key, route)
             for key, graph in graphs.items()
-            if key.content_id == content_id and (route := graph.best()) is not None
+            if key.content_id == content_id and (route := best_reusing(graph)) is not None
         ]
         if routes:
             _, key, route = min(routes, key=lambda item: item[:2])

@@ -27,7 +27,7 @@ LINK_LIMIT = 256
 RTT_SAMPLES = 5
 """The round trip of a link is the median of this many last probes."""
 OPENING_S = 0.25
-"""A session given this shortly before a heartbeat is not in the heartbeat's figures yet."""
+"""What happened this shortly before a heartbeat is not in the heartbeat's figures yet."""
 
 
 _UNKNOWN = Link()
@@ -83,6 +83,10 @@ class NodeRecord:
     fault: Fault | None = None
     given: dict[str, Given] = field(default_factory=dict)
     """Route id -> session, of those that the Node's own figures do not hold yet."""
+    told: dict[str, Given] = field(default_factory=dict)
+    """Of those that they hold."""
+    ended: dict[str, Given] = field(default_factory=dict)
+    """Of those that they hold still, though the session is over; `at` is when that was heard."""
     links: dict[str, LinkRecord] = field(default_factory=dict)
     asked: frozenset[str] = frozenset()
     """Peers that this Node was asked to probe: it is believed about no others."""
@@ -122,6 +126,14 @@ class NodeRecord:
             return "it is a head without a text bundle"
         return None
 
+    def account(self, now: float, session_s: float) -> None:
+        """A heartbeat has come: its figures hold what was given, and no longer what had ended, but for the last."""
+        heard = now - OPENING_S
+        self.told |= {route: g for route, g in self.given.items() if g.at <= heard}
+        self.told = {route: g for route, g in self.told.items() if g.at > now - session_s}
+        self.given = {route: g for route, g in self.given.items() if g.at > heard}
+        self.ended = {route: g for route, g in self.ended.items() if g.at > heard}
+
     def returns(self, shard: ShardInfo) -> bool:
         """Whether `shard`, which is barred, comes back by itself, as far as is known."""
         lives = self.beats and not self.leaving and (self.fault is None or self.fault.lives)
@@ -145,6 +157,7 @@ class Registry:
         for node_id, record in self.nodes.items():
             kv = record.info.kv
             reserved = kv.reserved_tokens + sum(g.kv_tokens for g in record.given.values())
+            reserved -= sum(g.kv_tokens for g in record.ended.values())
             for shard in record.info.shards:
                 found.append(
                     Candidate(
@@ -153,8 +166,8 @@ class Registry:
                         engine_class=record.info.engine.engine_class,
                         shard=shard,
                         kv_capacity=kv.capacity_tokens,
-                        kv_reserved=reserved,
-                        sessions=kv.sessions + len(record.given),
+                        kv_reserved=max(0, reserved),
+                        sessions=max(0, kv.sessions + len(record.given) - len(record.ended)),
                         barred=record.bars(shard),
                         returning=record.returns(shard),
                     )
@@ -235,7 +248,7 @@ class Registry:
         record.seen_at = now
         record.deadline = now + self.settings.tracker_expiry_s
         record.leaving = record.leaving or beat.leaving
-        record.given = {route: g for route, g in record.given.items() if g.at > now - OPENING_S}
+        record.account(now, self.settings.session_s)
         self._measure(record, beat, now)
         return record
 
@@ -302,12 +315,12 @@ class Registry:
         for node_id in nodes:
             self.nodes[node_id].given[route] = Given(now, kv_tokens)
 
-    def end(self, route: str, nodes: Sequence[str]) -> None:
-        """The session of `route` is over."""
+    def end(self, route: str, nodes: Sequence[str], now: float) -> None:
+        """The session of `route` is over: it counts no more, also where the Node told of it and not yet of its end."""
         for node_id in nodes:
             record = self.nodes.get(node_id)
-            if record is not None:
-                record.given.pop(route, None)
+            if record is not None and record.given.pop(route, None) is None and (told := record.told.pop(route, None)):
+                record.ended[route] = replace(told, at=now)
 
     def report_node(self, node_id: str, reason: str, now: float, *, lives: bool = False) -> None:
         """Take a Node out of new routes until `dialled_back`. `lives`: what failed is not the Node as a whole."""

@@ -25,6 +25,12 @@ FULL_MS = 1e4
 """Penalty: free KV does not hold the request now, or the last probe of a link failed."""
 NEVER_MS = 1e6
 """Penalty: the whole KV capacity does not hold the request."""
+PREFILL_MS = 0.25
+"""One layer and one row of a prompt, where a Shard has not measured itself."""
+ANSWER_TOKENS = 128
+"""Over so many tokens of an answer the time is spread that a reused prompt saves: a short answer for a chat."""
+REUSE_TRIES = 8
+"""Lengths of a reused prompt that are compared for one request, the longest first."""
 RANKED_STEPS = 20_000
 """How many partial routes `RouteGraph.ranked` looks at before it gives up listing."""
 
@@ -74,6 +80,12 @@ class Candidate:
         times = self.shard.times
         return LAYER_MS * (self.shard.last - self.shard.first) if times is None else times.decode_ms
 
+    @property
+    def prefill_ms(self) -> float:
+        """Time of one row of a prompt on the idle Shard: measured, else by the number of layers."""
+        times = self.shard.times
+        return PREFILL_MS * (self.shard.last - self.shard.first) if times is None else times.prefill_ms_per_row
+
     def kv_penalty_ms(self, kv_tokens: int) -> float:
         if kv_tokens > self.kv_capacity:
             return NEVER_MS
@@ -87,6 +99,8 @@ class Query:
     kv_tokens: int = 0
     avoid_nodes: frozenset[str] = frozenset()
     avoid_links: frozenset[tuple[str, str]] = frozenset()
+    reusable: Mapping[str, int] = field(default_factory=dict)
+    """Node id -> tokens of the prompt that it has kept, as the Gateway believes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +119,15 @@ class RouteCost:
     and for each link whose last probe failed, NEVER_MS for each Node that could not hold the request if it were
     empty. So such routes come last, but they do come: a Node that is full refuses with `kv_exhausted` itself, and
     the Gateway queues the request.
+
+    `saved_ms` makes a route cheaper whose Nodes all kept the beginning of the prompt; see `best_reusing`.
     """
 
     compute_ms: float
     hop_ms: float
     return_ms: float
     penalty_ms: float
+    saved_ms: float = 0.0
 
     @property
     def estimate_ms(self) -> float:
@@ -119,7 +136,7 @@ class RouteCost:
     @property
     def total_ms(self) -> float:
         """What is compared."""
-        return self.estimate_ms + self.penalty_ms
+        return self.estimate_ms + self.penalty_ms - self.saved_ms
 
 
 class GroupKey(NamedTuple):
@@ -340,6 +357,27 @@ class RouteGraph:
 
 def _rank(route: PricedRoute) -> tuple[float, tuple[str, ...]]:
     return route.cost.total_ms, tuple(c.node for c in route.hops)
+
+
+def best_reusing(graph: RouteGraph) -> PricedRoute | None:
+    """The cheapest route, where one whose Nodes all have the first n tokens of the prompt is cheaper by
+
+        saved_ms = n x the largest prefill_ms(s) of its Shards / ANSWER_TOKENS
+
+    which is what it does not prefill (chunks pass through the Nodes beside one another), for each token of an answer.
+    All Nodes or none: a route reuses what its worst Node has, and nothing where one Node has nothing.
+    """
+    best = graph.best()
+    reusable = graph.query.reusable
+    lengths = {n for c in graph.shards if (n := reusable.get(c.node, 0)) > 0}
+    for tokens in sorted(lengths, reverse=True)[:REUSE_TRIES]:
+        holding = [c for c in graph.shards if reusable.get(c.node, 0) >= tokens]
+        route = RouteGraph(holding, graph.links, graph.query).best()
+        if route is not None:
+            saved_ms = tokens * max(c.prefill_ms for c in route.hops) / ANSWER_TOKENS
+            route = route._replace(cost=replace(route.cost, saved_ms=saved_ms))
+            best = route if best is None else min(best, route, key=_rank)
+    return best
 
 
 def widest_kv(graph: RouteGraph) -> int:

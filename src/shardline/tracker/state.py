@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,11 +21,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL, Settings
 from shardline.tracker import admission
+from shardline.tracker.artifacts import Catalogue
 from shardline.tracker.bounds import check_bounds
+from shardline.tracker.challenges import Docket, Subject
 from shardline.tracker.coverage import RETRY_AFTER_S, choose, models
 from shardline.tracker.enrolment import Enrolment
+from shardline.tracker.examination import Ask, Examiner
 from shardline.tracker.explain import Explanation, explain
 from shardline.tracker.metrics import TrackerMetrics
+from shardline.tracker.offers import Offer
 from shardline.tracker.placement import Claims, holdings_of, place
 from shardline.tracker.registry import NodeRecord, Registry
 from shardline.tracker.selection import Query
@@ -32,6 +37,7 @@ from shardline.tracker.tickets import RouteBook, TicketOffice, blames
 from shardline.transport.addresses import make_url, resolve_checked, split_url
 from shardline.transport.failures import HttpFailure, OwnLack, TimedOut
 from shardline.transport.http_client import HttpClient
+from shardline.wire.artifacts import ArtifactList, SourceList
 from shardline.wire.messages import (
     Heartbeat,
     HeartbeatAnswer,
@@ -49,6 +55,8 @@ from shardline.wire.messages import (
 from shardline.wire.tickets import node_id_of
 
 PROOF_BYTES = 64 << 10
+_WRONG_ROWS = frozenset({"seam_invalid", "numerical_error"})
+"""What a Node may send that computes with wrong bytes."""
 
 Dial = Callable[[str, str], Awaitable[NodeProof]]
 """(URL made of an address, nonce) -> what answers there. Follows no redirect, sends no credential."""
@@ -87,6 +95,7 @@ class TrackerState:
     """All that one Tracker knows and does. `loopback`: it listens on loopback, so its Nodes may do so, too.
 
     `enrolment`: of a cluster with keys, whose Nodes speak HTTPS and get their next certificates with heartbeats.
+    `offers`: Model Artifacts for Nodes; `ask`: how Nodes are asked to prove that they have pieces (None: never).
     """
 
     def __init__(
@@ -99,6 +108,8 @@ class TrackerState:
         resolve: Resolve | None = None,
         clock: Clock | None = None,
         enrolment: Enrolment | None = None,
+        offers: Sequence[Offer] = (),
+        ask: Ask | None = None,
     ) -> None:
         self._enrolment = enrolment
         self.settings = settings
@@ -107,6 +118,9 @@ class TrackerState:
         self.metrics = TrackerMetrics()
         self.office = TicketOffice(key or Ed25519PrivateKey.generate(), settings.ticket_ttl_s)
         self.registry = Registry(settings, self.office.epoch)
+        self.docket = Docket(settings.possession_every_s)
+        self.catalogue = Catalogue(offers, self.registry, self.docket)
+        self._ask = ask
         self.claims = Claims()
         self.book = RouteBook(settings.session_s)
         self._nonces = admission.NonceBook()
@@ -133,7 +147,9 @@ class TrackerState:
         dialled_url = await self._prove(info.url, info.url, public_key)
         if self._enrolment is not None:
             self._enrolment.check_party(info.id)
-        record = self.registry.register(registration, public_key, dialled_url, self.clock.monotonic())
+        now = self.clock.monotonic()
+        record = self.registry.register(registration, public_key, dialled_url, now)
+        self.docket.joined(info.id, now)
         self.claims.redeem(info)
         log.info("node_registered", node=info.id, url=info.url, shards=len(info.shards))
         return RegisterAnswer(
@@ -253,11 +269,43 @@ class TrackerState:
             "state": record.state,
             "reason": record.reason,
             "last_seen_s": round(now - record.seen_at, 3),
+            "artifacts": self.catalogue.held_by(node_id),
             "peers": [
                 {"peer": peer, "rtt_ms": known.link.rtt_ms, "ok": known.link.ok, "out": known.link.out}
                 for peer, known in links
             ],
         }
+
+    # Who has which pieces.
+
+    def advertise(self, node_id: str, statement: str) -> None:
+        """Which pieces of an artifact a Node gives to others."""
+        record = self.registry.registered(node_id)
+        unix_time = self.clock.unix()
+        said, lasts_s = admission.open_advertisement(statement, record.public_key, node_id, unix_time)
+        self.catalogue.take(said, lasts_s, self.clock.monotonic())
+
+    def artifacts(self) -> ArtifactList:
+        return self.catalogue.artifacts()
+
+    def sources(self, content_id: str, asker: str, address: str) -> SourceList:
+        return self.catalogue.sources(content_id, asker, address)
+
+    def _proven(self, node_id: str, content_id: str) -> bool | None:
+        return self.docket.proven(Subject(node_id, content_id))
+
+    async def examine(self) -> None:
+        """Make Nodes prove that they have what they advertise, until cancelled; done at once if nothing is offered."""
+        if self._ask is None or not self.catalogue.offers:
+            return
+        await Examiner(
+            self.catalogue,
+            self.docket,
+            self.registry,
+            ask=self._ask,
+            now=self.clock.monotonic,
+            metrics=self.metrics,
+        ).run()
 
     def sweep(self, interval_s: float) -> None:
         """Expire silent Nodes; to be called every `interval_s`.
@@ -271,10 +319,12 @@ class TrackerState:
         if late > self.settings.late_timer_s:
             log.warning("tracker_paused", seconds=round(late, 3))
             self.registry.excuse(late)
+            self.catalogue.excuse(late)
             return
         for node_id in self.registry.sweep(now):
             self.metrics.expired.inc()
             log.warning("node_expired", node=node_id)
+        self.catalogue.sweep(now)
 
     async def watch(self) -> None:
         """Sweep until cancelled."""
@@ -293,7 +343,12 @@ class TrackerState:
         """The layers for a Node that starts; they are held for it until it registers, or a minute."""
         check_bounds(request)
         now = self.clock.monotonic()
-        held = [h for r in self.registry.beating() if not r.leaving for h in holdings_of(r.info)]
+        held = [
+            holding
+            for record in self.registry.beating()
+            if not record.leaving
+            for holding in holdings_of(record.info, partial(self.catalogue.counts, record.info.id))
+        ]
         answer = place(request, [*held, *self.claims.holdings(now)])
         self.claims.add(request, answer, now)
         return answer
@@ -302,7 +357,12 @@ class TrackerState:
         """The cheapest route and its tickets; the sessions count on its Nodes at once, so that bursts spread."""
         _check_route_request(request)
         now = self.clock.monotonic()
-        query = Query(request.kv_tokens, frozenset(request.avoid_nodes), frozenset(request.avoid_links))
+        query = Query(
+            request.kv_tokens,
+            frozenset(request.avoid_nodes),
+            frozenset(request.avoid_links),
+            request.reusable_tokens or {},
+        )
         with self.metrics.selection.time():
             choice = choose(self.registry.candidates(), self.registry.link, query, request.model)
             answer = self.office.issue(choice, request, self.registry.link, self.clock.unix())
@@ -316,18 +376,20 @@ class TrackerState:
         now = self.clock.monotonic()
         route = self.book.close(route_id, outcome, now)
         self.metrics.outcomes.labels(outcome.status).inc()
-        self.registry.end(route_id, route.nodes)
+        self.registry.end(route_id, route.nodes, now)
         if not blames(outcome):
             return
         reason = f"reported: {outcome.code or 'failed'}"
         if outcome.node is not None:
             self.registry.report_node(outcome.node, reason, now, lives=outcome.code != "node_lost")
+            if outcome.code in _WRONG_ROWS:
+                self.catalogue.suspect(outcome.node, now)
         if outcome.link is not None:
             self.registry.report_link(*outcome.link, reason)
         log.warning("fault_reported", route=route_id, code=outcome.code, node=outcome.node, link=outcome.link)
 
     def explain(self, model: str, kv_tokens: int) -> Explanation:
-        return explain(self.registry.candidates(), self.registry.link, Query(kv_tokens), model)
+        return explain(self.registry.candidates(), self.registry.link, Query(kv_tokens), model, self._proven)
 
     def check_ready(self) -> list[str]:
         """The names of models that can be used now; `model_unavailable` with what is missing while there is none."""
@@ -343,7 +405,12 @@ class TrackerState:
 
     def render_metrics(self) -> bytes:
         states = [record.state for record in self.registry.nodes.values()]
-        return self.metrics.render(states, sum(m.ready for m in self.models().models))
+        return self.metrics.render(
+            states,
+            sum(m.ready for m in self.models().models),
+            len(self.catalogue.offers),
+            [proven for _, proven in self.docket.verdicts()],
+        )
 
 
 def _check_route_request(request: RouteRequest) -> None:

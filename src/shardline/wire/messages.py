@@ -233,6 +233,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     avoid_nodes: list[str] = []
     avoid_links: list[tuple[str, str]] = []
     reusable_tokens: dict[str, int] | None = None
+    """Node id -> tokens at the beginning of the prompt that this Node is believed to have kept."""
     prefix_digests: list[str] | None = None
 
 

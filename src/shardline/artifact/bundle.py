@@ -73,6 +73,22 @@ class Bundle:
         return self.folder / SMALL_FOLDER / entry.path
 
 
+def bundle_paths(bundle: Bundle) -> dict[str, int]:
+    """The files that make this bundle, by their paths in it, and how many bytes each may have."""
+    paths = {MANIFEST_NAME: MANIFEST_BYTES_LIMIT, TORRENT_NAME: TORRENT_BYTES_LIMIT}
+    if (bundle.folder / SIGNATURE_NAME).is_file():
+        paths[SIGNATURE_NAME] = SIGNATURE_BYTES_LIMIT
+    return paths | {f"{SMALL_FOLDER}/{entry.path}": entry.size for entry in bundle.manifest.small_files}
+
+
+def read_bundle_file(bundle: Bundle, path: str, limit: int) -> bytes:
+    """One file of `bundle_paths`, as it is now; `artifact_invalid` where it is gone, larger, or a link. Blocking."""
+    try:
+        return _read(bundle.folder, path, limit)
+    except OSError as error:
+        raise _bad(f"{path} cannot be read: {error.strerror or type(error).__name__}") from None
+
+
 def load_manifest(folder: Path, policy: TrustPolicy) -> Manifest:
     """The manifest of the bundle in `folder`. Errors: those of `load_bundle`."""
     return load_bundle(folder, policy).manifest

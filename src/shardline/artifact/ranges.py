@@ -42,7 +42,7 @@ def servable(manifest: Manifest, held: Mapping[int, Container[int]]) -> list[tup
     `held`: piece numbers by file number. Any range inside one of them can be served too, except that the head needs
     layer 0 and the tail the last one. [] where not even the headers are whole.
     """
-    layers = [layer for layer, needed in enumerate(_layer_pieces(manifest)) if _is_held(needed, held)]
+    layers = [layer for layer, needed in enumerate(layer_pieces(manifest)) if _is_held(needed, held)]
     runs: list[tuple[int, int]] = []
     for layer in layers:
         if runs and runs[-1][1] == layer:
@@ -52,8 +52,8 @@ def servable(manifest: Manifest, held: Mapping[int, Container[int]]) -> list[tup
     return runs
 
 
-def _layer_pieces(manifest: Manifest) -> Iterable[dict[int, list[int]]]:
-    """The pieces of each Shard of one layer: those of a longer Shard are these together."""
+def layer_pieces(manifest: Manifest) -> Iterable[dict[int, list[int]]]:
+    """The pieces of each Shard of one layer, by file number: those of a longer Shard are these together."""
     n_layers = manifest.model.n_layers
     of_layer: list[list[TensorRow]] = [[] for _ in range(n_layers)]
     others: list[TensorRow] = []

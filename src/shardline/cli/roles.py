@@ -14,15 +14,18 @@ import click
 from shardline.cli.config import Configuration
 from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for
 from shardline.cli.invocation import Invocation, credential_of, environment, pass_invocation
+from shardline.cli.offering import offering, trusted_keys
 from shardline.cli.values import JoinLine, LayerRange, ListenAddress, Memory
 from shardline.errors import ShardlineError
-from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
+from shardline.options import GatewayOptions, NodeOptions, SeederOptions, TrackerOptions
 
 TRACKER_KEY = "tracker.key"
 """Name in the state folder."""
 JOIN_HELP = "Join a cluster of other machines by the line that it printed; @FILE or - (stdin) keeps it out of `ps`."
 LISTEN_HELP = "Let other machines join: HTTPS with the cluster's keys, as 0.0.0.0; prints the line for the next one."
-Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions)
+STORE_FOLDER = "artifacts"
+"""Name in the state folder: pieces of Model Artifacts."""
+Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions, SeederOptions)
 
 
 def listener(port: int, port_help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -42,6 +45,46 @@ def listener(port: int, port_help: str) -> Callable[[Callable[..., Any]], Callab
         return command
 
     return add
+
+
+trust_option = click.option(
+    "--trust",
+    "public_keys",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="PUB.PEM",
+    help="Believe only artifacts that this publisher signed. Repeatable.",
+)
+files_option = click.option(
+    "--files",
+    "folders",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Look there for files of the model, too. Repeatable.",
+)
+
+
+def key_files(paths: tuple[Path, ...]) -> tuple[bytes, ...]:
+    """Public keys in PEM, each checked; raises `invalid_value`."""
+    from shardline.artifact.signing import KEY_BYTES_LIMIT, read_public_key
+
+    keys = []
+    for path in paths:
+        with path.open("rb") as file:
+            keys.append(file.read(KEY_BYTES_LIMIT))
+        try:
+            read_public_key(keys[-1])
+        except ShardlineError as error:
+            raise ShardlineError(error.code, f"{path}: {error.message}", param="trust", advice=error.advice) from None
+    return tuple(keys)
+
+
+def _held_elsewhere() -> tuple[Path, ...]:
+    """Where other programs keep models."""
+    from shardline.artifact.adoption import usual_folders
+
+    return tuple(usual_folders(Path.home()))
 
 
 def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,6 +107,7 @@ def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--key", "key_path", type=click.Path(path_type=Path), help="Key that signs tickets [default: in the state folder]."
 )
+@offering
 @pass_invocation
 def tracker(
     invocation: Invocation,
@@ -74,18 +118,22 @@ def tracker(
     listen: str | None,
     advertise: str | None,
     key_path: Path | None,
+    artifacts: tuple[Path, ...],
+    trust: tuple[Path, ...],
+    allow_unsigned: bool,
 ) -> None:
     """Run the Tracker of a cluster.
 
     It knows the Nodes, tells new ones which layers to take, and picks the route of each session. With --listen other
-    machines may join: it prints the line for the next one.
+    machines may join: it prints the line for the next one. With --artifact a Node needs no file of the model; somebody
+    must have one: shardline artifact seed.
     """
     from shardline.tracker.run import run
     from shardline.transport.addresses import is_loopback
 
     configuration = invocation.configuration()
     keys = listen is not None or not (insecure_plain_http or is_loopback(host))
-    _run(
+    run_role(
         invocation,
         "tracker",
         configuration,
@@ -98,7 +146,10 @@ def tracker(
             insecure_plain_http=insecure_plain_http,
             keys=keys,
             advertise=advertise,
-            key_path=_with_room(key_path or configuration.state_dir / TRACKER_KEY),
+            key_path=with_room(key_path or configuration.state_dir / TRACKER_KEY),
+            artifacts=artifacts,
+            trusted_keys=trusted_keys(trust),
+            allow_unsigned=allow_unsigned,
             announce=announce,
         ),
         run,
@@ -131,21 +182,21 @@ def gateway(
     """
     from shardline.gateway.run import run
 
-    _check_one_tracker(line, tracker_url)
+    check_one_tracker(line, tracker_url)
     configuration = invocation.configuration(tracker=tracker_url, api_keys_file=api_keys_file)
-    _run(
+    run_role(
         invocation,
         "gateway",
         configuration,
         lambda announce: GatewayOptions(
             settings=configuration.settings,
-            tracker_url=configuration.url("tracker") if line is None else _joined_url(line),
+            tracker_url=configuration.url("tracker") if line is None else joined_url(line),
             host=host,
             port=port,
             # A Gateway that joins is told the credential.
             credential=credential_of(configuration) if line is None else "",
             join=line,
-            state_dir=configuration.state_dir if line is None else _writable(configuration.state_dir),
+            state_dir=configuration.state_dir if line is None else writable(configuration.state_dir),
             api_keys=gateway_keys(host, insecure_plain_http or tls_cert is not None, configuration),
             insecure_plain_http=insecure_plain_http,
             tls_cert=tls_cert,
@@ -158,7 +209,20 @@ def gateway(
 
 @click.command()
 @click.option(
-    "--model", required=True, metavar="PATH", type=click.Path(exists=True), help="GGUF file or safetensors folder."
+    "--model",
+    metavar="PATH",
+    type=click.Path(exists=True),
+    help="GGUF file or safetensors folder [default: what the Tracker offers, fetched as far as it is needed].",
+)
+@click.option("--artifact", metavar="NAME", help="Which of the offered ones, by content_id or name.")
+@trust_option
+@files_option
+@click.option("--no-adopt", is_flag=True, help="Leave what other programs of this machine hold of it alone.")
+@click.option(
+    "--store",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Where pieces are kept [default: artifacts/ in the state folder].",
 )
 @click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
 @click.option(
@@ -201,22 +265,30 @@ def node(
     insecure_plain_http: bool,
     identity_path: Path | None,
     engine: str | None,
+    model: str | None,
+    public_keys: tuple[Path, ...],
+    folders: tuple[Path, ...],
+    no_adopt: bool,
     **given: Any,
 ) -> None:
     """Run a Node: some layers of a model.
 
-    It loads the layers, tests them, tells the Tracker, and computes them for sessions. With --join it listens where
-    the Tracker reaches it, if no --host is given.
+    It loads the layers, tests them, tells the Tracker, and computes them for sessions. Without --model it takes one
+    that the Tracker offers, and fetches its layers from the machines that have them; stopped at any time, it goes on
+    from there. With --join it listens where the Tracker reaches it, if no --host is given.
     """
     from shardline.node.run import run
 
-    _check_one_tracker(line, tracker_url)
+    if model is None and engine == "scripted":
+        raise click.UsageError("--engine scripted needs its script: --model PATH")
+
+    check_one_tracker(line, tracker_url)
     configuration = invocation.configuration(tracker=tracker_url)
-    tracker_url = _joined_url(line) if line is not None else configuration.url("tracker")
-    if line is not None and _is_default("host"):
-        host = _host_towards(tracker_url)
+    tracker_url = joined_url(line) if line is not None else configuration.url("tracker")
+    if line is not None and is_default("host"):
+        host = host_towards(tracker_url)
     first, last = layers if layers is not None else (None, None)
-    _run(
+    run_role(
         invocation,
         "node",
         configuration,
@@ -227,33 +299,37 @@ def node(
             # A Node that joins is told the credential.
             credential=credential_of(configuration) if line is None else "",
             join=line,
-            state_dir=_writable(configuration.state_dir) if line is not None else configuration.state_dir,
+            state_dir=writable(configuration.state_dir) if line is not None else configuration.state_dir,
             first=first,
             last=last,
             insecure_plain_http=insecure_plain_http,
             announce=announce,
             environment=environment(),
-            engine=engine_for(Path(given["model"]), engine),
-            identity_path=None if identity_path is None else _with_room(identity_path),
+            model=model,
+            engine=engine_for(None if model is None else Path(model), engine),
+            engine_is_default=engine is None,
+            trusted_keys=key_files(public_keys),
+            look_in=folders if no_adopt else (*folders, *_held_elsewhere()),
+            identity_path=None if identity_path is None else with_room(identity_path),
             **given,
         ),
         run,
     )
 
 
-def _check_one_tracker(line: str | None, tracker_url: str | None) -> None:
+def check_one_tracker(line: str | None, tracker_url: str | None) -> None:
     if line is not None and tracker_url is not None:
         raise click.UsageError("--join names the Tracker: leave --tracker out")
 
 
-def _joined_url(line: str) -> str:
+def joined_url(line: str) -> str:
     """The Tracker that a line for joining names; raises `setting_invalid`."""
     from shardline.transport.join import join_line
 
     return join_line(line).tracker
 
 
-def _host_towards(url: str) -> str:
+def host_towards(url: str) -> str:
     """The address of this machine that reaches what is at `url`."""
     from shardline.transport.addresses import address_towards, split_url
 
@@ -261,13 +337,13 @@ def _host_towards(url: str) -> str:
     return address_towards(parts.host, parts.port)
 
 
-def _is_default(name: str) -> bool:
+def is_default(name: str) -> bool:
     """Whether nobody gave this flag of the running command."""
     source = click.get_current_context().get_parameter_source(name)
     return source is click.core.ParameterSource.DEFAULT
 
 
-def _writable(folder: Path) -> Path:
+def writable(folder: Path) -> Path:
     """`folder`, into which a membership will be written; raises `state_unwritable` before a token is spent."""
     from shardline.cli.state import check_room
 
@@ -275,7 +351,7 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def _with_room(path: Path) -> Path:
+def with_room(path: Path) -> Path:
     """`path`, which the role will make where it is not there; raises `state_unwritable` where it could not."""
     from shardline.cli.state import check_room_for
 
@@ -294,7 +370,7 @@ def gateway_keys(host: str, allowed: bool, configuration: Configuration) -> tupl
     return keys
 
 
-def _run(
+def run_role(
     invocation: Invocation,
     name: str,
     configuration: Configuration,

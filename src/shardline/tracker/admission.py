@@ -15,8 +15,9 @@ import msgspec
 
 from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL
-from shardline.tracker.bounds import STATEMENT_LIMIT, check_bounds
+from shardline.tracker.bounds import ADVERTISEMENT_LIMIT, STATEMENT_LIMIT, check_bounds
 from shardline.transport.addresses import check_callable_address, make_url, split_url
+from shardline.wire.artifacts import ADVERTISEMENT_DOMAIN, ADVERTISEMENT_S, Advertisement, Fetching
 from shardline.wire.messages import Heartbeat, NodeInfo, NodeProof, Nonce, Registration, ShardInfo, StepTimes
 from shardline.wire.tickets import SignatureRefused, node_id_of, peek, verify
 
@@ -91,11 +92,11 @@ def open_registration(statement: str) -> tuple[Registration, bytes]:
     return registration, public_key
 
 
-def _check_length(statement: str, code: str) -> None:
+def _check_length(statement: str, code: str, limit: int = STATEMENT_LIMIT) -> None:
     """Before anything of it is read."""
-    if len(statement) > STATEMENT_LIMIT:
+    if len(statement) > limit:
         raise ShardlineError(
-            code, f"a statement of {len(statement)} characters, at most {STATEMENT_LIMIT} are taken", param="statement"
+            code, f"a statement of {len(statement)} characters, at most {limit} are taken", param="statement"
         )
 
 
@@ -212,6 +213,39 @@ def open_heartbeat(statement: str, public_key: bytes, node_id: str) -> Heartbeat
         if rtt is not None and not 0 <= rtt <= 1e9:
             raise ShardlineError("invalid_value", "rtt_ms is not a time in milliseconds", param="peers")
     return beat
+
+
+def open_advertisement(
+    statement: str, public_key: bytes, node_id: str, unix_time: float
+) -> tuple[Advertisement, float]:
+    """What the Node of this key says that it gives away, and for how many more seconds it says so.
+
+    Raises `unauthorized` for what it did not sign, and `invalid_value` for what is too large, or not of this time: as
+    clocks may differ by `CLOCK_SKEW_S`, an advertisement that has ended for us is taken for so much longer.
+    """
+    _check_length(statement, "invalid_value", ADVERTISEMENT_LIMIT)
+    try:
+        said = verify(public_key, ADVERTISEMENT_DOMAIN, statement, Advertisement)
+    except SignatureRefused as error:
+        raise ShardlineError("unauthorized", f"the advertisement is not one of Node {node_id}: {error}") from None
+    if said.node != node_id:
+        raise ShardlineError("unauthorized", f"the advertisement is not one of Node {node_id}")
+    check_bounds(said)
+    left_s = said.expires - unix_time
+    if not -CLOCK_SKEW_S < left_s <= ADVERTISEMENT_S + CLOCK_SKEW_S:
+        raise ShardlineError(
+            "invalid_value", f"an advertisement that ends in {left_s:.0f} s is not one of this time", param="expires"
+        )
+    if said.sequence < 0 or not (said.bittorrent_port is None or 0 < said.bittorrent_port < 1 << 16):
+        raise ShardlineError("invalid_value", "sequence is a count, bittorrent_port a port", param="bittorrent_port")
+    if said.fetching is not None:
+        _check_fetching(said.fetching)
+    return said, min(ADVERTISEMENT_S, left_s + CLOCK_SKEW_S)
+
+
+def _check_fetching(said: Fetching) -> None:
+    if not (0 <= said.first < said.last and 0 <= said.done_bytes <= said.total_bytes and said.bytes_per_s >= 0):
+        raise ShardlineError("invalid_value", "fetching tells no layers, or more than all of them", param="fetching")
 
 
 def check_proof(proof: NodeProof, registration_key: bytes, nonce: str, url: str) -> None:

@@ -21,6 +21,7 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline.errors import ShardlineError
+from shardline.tracker.bundle_files import BundleFiles
 from shardline.tracker.enrolment import Enrolment
 from shardline.tracker.state import TrackerState
 from shardline.transport.authority import OPERATOR
@@ -43,7 +44,7 @@ OPEN = JOINING | {"/healthz"}
 
 
 def create_app(state: TrackerState, credential: str, enrolment: Enrolment | None = None) -> ASGIApp:
-    """The ASGI application of one Tracker. Its lifespan runs the expiry of silent Nodes.
+    """The ASGI application of one Tracker. Its lifespan runs the expiry of silent Nodes, and the challenges.
 
     `enrolment`: of a cluster with keys, whose parties show certificates.
     """
@@ -51,9 +52,10 @@ def create_app(state: TrackerState, credential: str, enrolment: Enrolment | None
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(state.watch())
+            running = [group.create_task(state.watch()), group.create_task(state.examine())]
             yield
-            watch.cancel()
+            for task in running:
+                task.cancel()
 
     endpoints = _Endpoints(state)
     joining = [] if enrolment is None else _joining(enrolment, endpoints)
@@ -68,6 +70,13 @@ def create_app(state: TrackerState, credential: str, enrolment: Enrolment | None
             Path("/v1/nodes", endpoints.register, methods=["POST"]),
             Path("/v1/nodes/{node}/heartbeat", endpoints.heartbeat, methods=["POST"]),
             Path("/v1/nodes/{node}", endpoints.leave, methods=["DELETE"]),
+            Path("/v1/nodes/{node}/pieces", endpoints.advertise, methods=["POST"]),
+            Path("/v1/artifacts", endpoints.artifacts),
+            Path("/v1/artifacts/{content_id}/sources", endpoints.sources),
+            Path(
+                "/v1/artifacts/{content_id}/bundle/{path:path}",
+                BundleFiles(state.catalogue.offers.values(), state.settings),
+            ),
             Path("/v1/models", endpoints.models),
             Path("/v1/placement", endpoints.placement, methods=["POST"]),
             Path("/v1/routes", endpoints.route, methods=["POST"]),
@@ -184,6 +193,22 @@ class _Endpoints:
         signed = await self.body(request, Signed)
         self._state.leave(request.path_params["node"], signed.statement)
         return _json(None)
+
+    async def advertise(self, request: Request) -> Response:
+        signed = await self.body(request, Signed)
+
+        async def work() -> None:
+            self._state.advertise(request.path_params["node"], signed.statement)
+
+        return _json(await _counted(self._state.metrics.advertisements, work()))
+
+    async def artifacts(self, request: Request) -> Response:
+        return _json(self._state.artifacts())
+
+    async def sources(self, request: Request) -> Response:
+        asker = request.query_params.get("node", "")
+        address = "" if request.client is None else request.client.host
+        return _json(self._state.sources(request.path_params["content_id"], asker, address))
 
     async def models(self, request: Request) -> Response:
         return _json(self._state.models())

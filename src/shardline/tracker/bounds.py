@@ -11,9 +11,12 @@ from typing import Any
 import msgspec
 
 from shardline.errors import ShardlineError
+from shardline.wire.manifest import FILES_LIMIT
 
 STATEMENT_LIMIT = 64 << 10
 """Characters of a signed statement; what of it is kept is smaller."""
+ADVERTISEMENT_LIMIT = 1 << 20
+"""Likewise, of one that tells pieces: a bit for each, and a line for each file."""
 TEXT_LIMIT = 512
 LIST_LIMIT = 256
 NUMBER_LIMIT = 1 << 53
@@ -27,6 +30,7 @@ _LIST_LIMITS = {
     "layer_bytes": LAYER_LIMIT,
     "legal_cuts": LAYER_LIMIT + 1,
     "illegal_parts": 4 * LAYER_LIMIT,
+    "files": FILES_LIMIT,
 }
 
 

@@ -6,7 +6,7 @@ Shown by tests/tracker/test_explain.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -26,6 +26,12 @@ from shardline.tracker.selection import (
 
 ROUTE_LIMIT = 64
 """Complete routes that are listed for one group."""
+Proven = Callable[[str, str], bool | None]
+"""(Node, content_id) -> whether it could show pieces of it; None: it was not judged."""
+
+
+def _not_judged(node: str, content_id: str) -> None:
+    return None
 
 
 class ShardLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +51,9 @@ class ShardLine(msgspec.Struct, frozen=True, kw_only=True):
     kv_reserved: int
     compute_ms: float
     penalty_ms: float
+    proven: bool | None = None
+    """Whether its Node showed pieces of the artifact that were asked of it at random; null: it was not judged. False
+    keeps it out of no route, but does not count for placement."""
 
 
 class EdgeLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +107,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupLines]
 
 
-def explain(candidates: Iterable[Candidate], links: Links, query: Query, model: str) -> Explanation:
+def explain(
+    candidates: Iterable[Candidate], links: Links, query: Query, model: str, proven: Proven = _not_judged
+) -> Explanation:
     """What a request for `model` would meet now; raises `model_not_found`."""
     candidates = list(candidates)
     groups = matching(partition(candidates), model)
@@ -112,11 +123,13 @@ def explain(candidates: Iterable[Candidate], links: Links, query: Query, model: 
         model=model,
         kv_tokens=query.kv_tokens,
         taken=None if choice is None else [c.node for c in choice.route.hops],
-        groups=[_group(key, group, links, query, choice) for key, group in groups.items()],
+        groups=[_group(key, group, links, query, choice, proven) for key, group in groups.items()],
     )
 
 
-def _group(key: GroupKey, group: Sequence[Candidate], links: Links, query: Query, choice: Choice | None) -> GroupLines:
+def _group(
+    key: GroupKey, group: Sequence[Candidate], links: Links, query: Query, choice: Choice | None, proven: Proven
+) -> GroupLines:
     graph = RouteGraph(group, links, query)
     ranked = graph.ranked(ROUTE_LIMIT + 1)
     return GroupLines(
@@ -125,14 +138,14 @@ def _group(key: GroupKey, group: Sequence[Candidate], links: Links, query: Query
         engine_class=key.engine_class,
         n_layers=key.n_layers,
         missing=list(missing_of(graph)),
-        shards=[_shard(c, query) for c in group],
+        shards=[_shard(c, query, proven) for c in group],
         blocked=[BlockedLine(source=b.source, to=b.to, reason=b.reason) for b in sorted(set(graph.blocked))],
         routes=[_route(key, route, links, choice) for route in ranked[:ROUTE_LIMIT]],
         complete=len(ranked) <= ROUTE_LIMIT,
     )
 
 
-def _shard(c: Candidate, query: Query) -> ShardLine:
+def _shard(c: Candidate, query: Query, proven: Proven) -> ShardLine:
     return ShardLine(
         node=c.node,
         url=c.url,
@@ -147,6 +160,7 @@ def _shard(c: Candidate, query: Query) -> ShardLine:
         kv_reserved=c.kv_reserved,
         compute_ms=_ms(c.decode_ms * c.load),
         penalty_ms=c.kv_penalty_ms(query.kv_tokens),
+        proven=proven(c.node, c.shard.content_id),
     )
 
 

@@ -1,20 +1,23 @@
 """Placement: which layers a Node that asks should take.
 
-A plain function over frozen values: the first gap that the Node can fill, else the thinnest range, always within its
-memory, its legal cuts, and what the Nodes on its machine leave of the machine's memory. Equal input gives an equal
-plan. It moves nobody: a Node is placed once, when it starts. Owns also the short claims that keep two Nodes that ask at
-the same moment from taking the same layers. docs/tracker.md explains it. Shown by tests/tracker/test_placement.py.
+A plain function over frozen values: the first gap that the Node can fill, else a copy of the thinnest and slowest
+range, always within its memory, its legal cuts, and what the Nodes on its machine leave of the machine's memory. Equal
+input gives an equal plan. It moves nobody: a Node is placed once, when it starts. Owns also the short claims that keep
+two Nodes that ask at the same moment from taking the same layers. docs/tracker.md explains it. Shown
+by tests/tracker/test_placement.py.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import exp2, log2
 
 from shardline.errors import ShardlineError
 from shardline.tracker.bounds import LAYER_LIMIT
 from shardline.tracker.coverage import Span, is_same_engine, missing_ranges
+from shardline.tracker.selection import LAYER_MS
 from shardline.wire.messages import NodeInfo, PlacementAnswer, PlacementRequest
 
 CLAIM_TTL_S = 60.0
@@ -39,10 +42,29 @@ class Holding:
     """Measured: what the Node takes already."""
     memory_bytes: int = 0
     """Of the machine, as this Node tells it."""
+    layer_ms: float | None = None
+    """Measured: one decode row through one of its layers, on average."""
+    counts: bool = True
+    """False: it takes memory, but somebody else may be given the same layers as if nobody had them."""
 
 
-def holdings_of(info: NodeInfo) -> list[Holding]:
-    """The Shards of a Node that serve, or will."""
+def holding_of(node: str, request: PlacementRequest, answer: PlacementAnswer) -> Holding:
+    """What `node` will hold when it has done as it was told: to place one Node after the other, before any runs."""
+    return Holding(
+        node=node,
+        content_id=request.content_id,
+        engine_class=request.engine_class,
+        first=answer.first,
+        last=answer.last,
+        n_layers=request.n_layers,
+        host=request.host,
+        kv_bytes=request.kv_reserve_bytes,
+        memory_bytes=request.host_memory_bytes or 0,
+    )
+
+
+def holdings_of(info: NodeInfo, counts: Callable[[str], bool] = lambda content_id: True) -> list[Holding]:
+    """The Shards of a Node that serve, or will. `counts(content_id)`: whether it is believed to have what it serves."""
     return [
         Holding(
             node=info.id,
@@ -55,6 +77,8 @@ def holdings_of(info: NodeInfo) -> list[Holding]:
             kv_bytes=info.kv.capacity_tokens * shard.kv_bytes_per_token,
             rss_bytes=info.rss_bytes,
             memory_bytes=info.memory_bytes,
+            layer_ms=None if shard.times is None else shard.times.decode_ms / (shard.last - shard.first),
+            counts=counts(shard.content_id),
         )
         for shard in info.shards
         if shard.state in ("loading", "testing", "ready")
@@ -75,18 +99,7 @@ class Claims:
         self._claims.pop(node, None)
         if len(self._claims) >= CLAIM_LIMIT:
             del self._claims[next(iter(self._claims))]
-        holding = Holding(
-            node=node,
-            content_id=request.content_id,
-            engine_class=request.engine_class,
-            first=answer.first,
-            last=answer.last,
-            n_layers=request.n_layers,
-            host=request.host,
-            kv_bytes=request.kv_reserve_bytes,
-            memory_bytes=request.host_memory_bytes or 0,
-        )
-        self._claims[node] = (now, holding)
+        self._claims[node] = (now, holding_of(node, request, answer))
 
     def redeem(self, info: NodeInfo) -> None:
         """A Node has registered: what it holds counts from now on, and its claim no more."""
@@ -118,14 +131,15 @@ def place(request: PlacementRequest, holdings: Iterable[Holding]) -> PlacementAn
     """
     check_request(request)
     others = [h for h in holdings if request.node is None or h.node != request.node]
-    held = [Span(h.first, h.last) for h in others if _is_same_model(request, h)]
+    same = [h for h in others if h.counts and _is_same_model(request, h)]
+    held = [Span(h.first, h.last) for h in same]
     room = _Room(request, available_bytes(request, others))
     gaps = [Span(first, last) for first, last in missing_ranges(held, request.n_layers)]
     for gap in gaps:
         piece = _within_gap(room, gap.first, gap.last)
         if piece is not None:
             return PlacementAnswer(first=piece[0], last=piece[1], reason=f"layers {gap.first}:{gap.last} are missing")
-    piece = _thinnest(room, held, gaps)
+    piece = _thinnest(room, held, gaps, _layer_times(same, request.n_layers))
     if piece is None:
         raise _too_small(room)
     copies = min(_copies(held, request.n_layers)[piece[0] : piece[1]])
@@ -243,8 +257,25 @@ def _copies(held: Iterable[Span], n_layers: int) -> list[int]:
     return list(itertools.accumulate(changes))[:n_layers]
 
 
-def _thinnest(room: _Room, held: Sequence[Span], gaps: Sequence[Span]) -> tuple[int, int] | None:
-    """The range that holds the layer with fewest copies, and most of those, and then the longest, of all that fit.
+def _layer_times(same: Sequence[Holding], n_layers: int) -> list[int]:
+    """What each layer costs a token on those who have it, on average, in microseconds and in steps of a factor of
+    1.4: what two measurements of equal machines differ by must not move anybody. Unmeasured: as the measured ones."""
+    measured = [h for h in same if h.layer_ms is not None]
+    typical = sum(h.layer_ms or 0.0 for h in measured) / len(measured) if measured else LAYER_MS
+    times = []
+    for layer in range(n_layers):
+        here = [h.layer_ms for h in measured if h.layer_ms is not None and h.first <= layer < h.last]
+        times.append(_in_steps(sum(here) / len(here) if here else typical))
+    return times
+
+
+def _in_steps(layer_ms: float) -> int:
+    return round(1e3 * exp2(round(2 * log2(max(layer_ms, 1e-3))) / 2))
+
+
+def _thinnest(room: _Room, held: Sequence[Span], gaps: Sequence[Span], times: Sequence[int]) -> tuple[int, int] | None:
+    """The range that holds the layer with fewest copies, and of those the most that cost a token the most time, and
+    then the longest, of all that fit.
 
     A route can use a range from a boundary that routes reach to one from which they go on (gaps, which this Node
     cannot fill, taken as filled). Where no such range fits (the Node is smaller than every Shard here), it begins
@@ -258,7 +289,7 @@ def _thinnest(room: _Room, held: Sequence[Span], gaps: Sequence[Span]) -> tuple[
     for first in room.cuts:
         if first not in reached:
             continue
-        for last, thinness in _thinness(room, copies, first):
+        for last, thinness in _thinness(room, copies, times, first):
             # Usable at once; or a continuation of what another small Node began; or a new beginning.
             kind = 0 if last in leading_on else 1 if first not in leading_on else 2
             rank = ((kind, *thinness), (first, last))
@@ -266,16 +297,19 @@ def _thinnest(room: _Room, held: Sequence[Span], gaps: Sequence[Span]) -> tuple[
     return None if best is None else best[1]
 
 
-def _thinness(room: _Room, copies: Sequence[int], first: int) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """Every legal end of a range from `first` that fits, with (fewest copies, - how many of those, - length)."""
+def _thinness(
+    room: _Room, copies: Sequence[int], times: Sequence[int], first: int
+) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """Every legal end of a range from `first` that fits, with (fewest copies, - time in those layers, - length)."""
     ends = set(room.cuts_within(first + 1, len(copies)))
-    fewest, count = copies[first] if first < len(copies) else 0, 0
+    fewest, spent = copies[first] if first < len(copies) else 0, 0
     for layer in range(first, len(copies)):
         if copies[layer] < fewest:
-            fewest, count = copies[layer], 0
-        count += copies[layer] == fewest
+            fewest, spent = copies[layer], 0
+        if copies[layer] == fewest:
+            spent += times[layer]
         if layer + 1 in ends and room.fits(first, layer + 1):
-            yield layer + 1, (fewest, -count, first - layer - 1)
+            yield layer + 1, (fewest, -spent, first - layer - 1)
 
 
 def _reachable(steps: set[tuple[int, int]], start: int) -> set[int]:

@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 
+from shardline.artifact.bundle import TrustPolicy
+from shardline.artifact.signing import read_public_key
 from shardline.errors import ShardlineError
 from shardline.options import TrackerOptions
 from shardline.tracker.app import create_app
 from shardline.tracker.enrolment import Enrolment
+from shardline.tracker.examination import ask_with
+from shardline.tracker.offers import Offer, load_offers
 from shardline.tracker.state import TrackerState, dial_with
 from shardline.transport.addresses import advertised_url, is_loopback, make_url, reachable_address
 from shardline.transport.authority import AUTHORITY_FILE, TRACKER, Authority
@@ -26,6 +30,7 @@ async def run(options: TrackerOptions) -> None:
     if not options.keys:
         check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
         warn_of_plain_http(options.host)
+    offers = await asyncio.to_thread(_offers, options)
     sock = bind(options.host, options.port)
     try:
         key = identity_key(options.key_path or options.state_dir / "tracker.key")
@@ -36,15 +41,24 @@ async def run(options: TrackerOptions) -> None:
         raise
     settings = options.settings
     # Without the credential: whoever is dialled back has proved nothing yet.
-    client = HttpClient(settings, part="the Tracker", tls=None if own is None else own.tls)
+    tls = None if own is None else own.tls
+    client = HttpClient(settings, part="the Tracker", tls=tls)
+    # With it: for Nodes that were called back, and whose registrations came with it.
+    asking = HttpClient(settings, part="the Tracker", credential=options.credential, tls=tls)
     state = TrackerState(
-        settings, dial=dial_with(client, settings), loopback=is_loopback(options.host), key=key, enrolment=enrolment
+        settings,
+        dial=dial_with(client, settings),
+        loopback=is_loopback(options.host),
+        key=key,
+        enrolment=enrolment,
+        offers=offers,
+        ask=ask_with(asking, settings),
     )
     server = HttpServer(
         create_app(state, options.credential, enrolment),
         sock=sock,
         settings=settings,
-        tls=None if own is None else own.tls.server(strangers=True),
+        tls=None if tls is None else tls.server(strangers=True),
     )
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -62,6 +76,13 @@ async def run(options: TrackerOptions) -> None:
         options.announce("draining")
         await server.stop()
         await client.aclose()
+        await asking.aclose()
+
+
+def _offers(options: TrackerOptions) -> list[Offer]:
+    """What the operator offers; raises `artifact_untrusted`, `artifact_invalid`, `setting_invalid`."""
+    policy = TrustPolicy(keys=tuple(map(read_public_key, options.trusted_keys)), allow_unsigned=options.allow_unsigned)
+    return load_offers(options.artifacts, policy)
 
 
 def _cluster_keys(options: TrackerOptions, host: str, port: int) -> tuple[OwnMembership, Enrolment]:

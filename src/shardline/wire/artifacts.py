@@ -51,6 +51,9 @@ class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
     bittorrent_port: int | None = None
     """Where it takes BitTorrent connections, at the address of its URL."""
     fetching: Fetching | None = None
+    accused: list[str] = []
+    """Nodes that gave it wrong bytes of this content since the last advertisement: the Tracker makes them prove
+    themselves."""
 
 
 class Seeder(msgspec.Struct, frozen=True, kw_only=True):

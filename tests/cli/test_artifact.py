@@ -58,6 +58,37 @@ def test_a_key_is_never_replaced(tmp_path: Path, there: str) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(there, "mine")]
 
 
+def test_the_wrong_one_of_two_keys_is_told(tmp_path: Path, key: Path) -> None:
+    model = big_gguf(tmp_path)
+    with pytest.raises(ShardlineError, match="is a public key") as refused:
+        run("create", model, "--sign", public(key))
+    assert "without .pub" in refused.value.advice
+    run("create", model, "--sign", key)
+    with pytest.raises(ShardlineError, match="is a private key") as refused:
+        run("verify", model, "--public-key", key)
+    assert f"{key}.pub" in refused.value.advice
+
+
+def test_what_is_not_signed_and_what_another_signed(tmp_path: Path, key: Path) -> None:
+    model, other = big_gguf(tmp_path), tmp_path / "other.pem"
+    run("keygen", "-o", other)
+    run("create", model, "-o", tmp_path / "unsigned")
+    run("create", model, "-o", tmp_path / "signed", "--sign", key)
+    for name, words in (("unsigned", "is not signed"), ("signed", "by none of the keys")):
+        with pytest.raises(ShardlineError, match=words) as refused:
+            run("show", tmp_path / name, "--public-key", public(other))
+        assert refused.value.code == "artifact_untrusted"
+        assert "Without" in refused.value.advice and "--allow-unsigned" not in refused.value.advice
+
+
+def test_an_artifact_is_never_replaced(tmp_path: Path) -> None:
+    model = big_gguf(tmp_path)
+    run("create", model)
+    with pytest.raises(ShardlineError, match=r"llama-8\.artifact is there already") as refused:
+        run("create", model)
+    assert "-o DIR" in refused.value.advice
+
+
 def test_from_a_model_to_a_check(tmp_path: Path, key: Path) -> None:
     model = big_gguf(tmp_path)
     made = run("create", model, "--sign", key)
@@ -111,7 +142,7 @@ def test_what_is_not_signed_or_not_checked_is_said(tmp_path: Path, key: Path) ->
     assert "signature     none: nobody vouches for this artifact" in unsigned
     assert "signature     NOT CHECKED: name the key" in run("verify", tmp_path / "signed").stdout
     assert "signature   NOT CHECKED" in run("show", tmp_path / "signed").stdout
-    with pytest.raises(ShardlineError, match=r"artifact\.sig is missing"):
+    with pytest.raises(ShardlineError, match="is not signed, so no key can vouch for it"):
         run("verify", tmp_path / "unsigned", "--public-key", public(key))
 
 

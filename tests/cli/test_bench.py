@@ -27,6 +27,7 @@ def test_numbers_are_checked(tmp_path: Path, flag: str, value: str) -> None:
     [
         (["--prefill", "128"], "context of 128"),
         (["--prefill", "0", "--tokens", "120"], "context of 128"),
+        (["--prefill", "0", "--tokens", "8", "--nodes", "1,5"], "cannot be cut into 5 parts"),
         (["--prefill", "0", "--tokens", "8", "--rpc-server", "/no/such/program"], "is no program"),
     ],
 )

@@ -53,8 +53,40 @@ def test_one_question_writes_the_answer_to_stdout_and_the_account_to_stderr(stag
         "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "hi"}],
         "stream": True,
         "stream_options": {"include_usage": True, "include_telemetry": True},
+        "timings_per_token": True,
         "max_tokens": 7,
     }
+
+
+def test_the_account_keeps_up_with_the_tokens(stage, event: dict[str, Any]) -> None:
+    """Accounts come twice a second; what is shown between two of them is not behind the text."""
+    early = {**event, "phase": "prefill", "prefill": {"done": 1, "total": 9}, "decode": {"tokens": 0}}
+    stage.events(
+        "POST /v1/chat/completions",
+        "data: " + json.dumps({"choices": [], "telemetry": early}),
+        delta("a", timings={"predicted_n": 1}),
+        delta("b", timings={"predicted_n": 2}),
+        "data: " + json.dumps({"choices": [], "telemetry": {**event, "phase": "completed"}}),
+        delta("", timings={"predicted_n": 99}),
+        "data: [DONE]",
+    )
+
+    class Seen:
+        def __init__(self) -> None:
+            self.states: list[tuple[str, int, int]] = []
+
+        def text(self, delta: str) -> None:
+            pass
+
+        def event(self, event: dict[str, Any]) -> None:
+            self.states.append((event["phase"], event["prefill"]["done"], event["decode"]["tokens"]))
+
+    seen = Seen()
+    conversation = Conversation(Endpoint("Gateway", stage.url, ""), "smol", None, {})
+    _, last = conversation.ask("hi", seen)
+    assert seen.states[:3] == [("prefill", 1, 0), ("decode", 9, 1), ("decode", 9, 2)]
+    assert seen.states[3:] == [("completed", 41, 17)] * 2
+    assert last == {**event, "phase": "completed"}
 
 
 def test_json_has_text_and_telemetry(stage, event: dict[str, Any]) -> None:

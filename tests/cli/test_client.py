@@ -103,6 +103,14 @@ def test_every_sentence_for_a_terminal_is_of_a_code_that_there_is() -> None:
     assert {code for _, code in ADVICE} <= set(CATALOGUE)
 
 
+def test_closer_advice_stands_above_that_of_the_table(stage) -> None:
+    error = ShardlineError("unauthorized", "no certificate", advice="Join first.")
+    stage.json("GET /v1/x", {"error": error.body()}, status=401)
+    with pytest.raises(ShardlineError) as raised:
+        Endpoint("Tracker", stage.url, "").get("/v1/x")
+    assert raised.value.advice == "Join first."
+
+
 def test_advice_of_the_other_side_is_kept(stage) -> None:
     error = ShardlineError("layers_invalid", "too many", advice="Give --nodes 1 to 6.")
     stage.json("GET /v1/x", {"error": error.body()}, status=400)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
-from shardline.cli.listings import columns, explain_text, nodes_text, session_text, sessions_text, size
+from shardline.cli.listings import columns, explain_text, full_id, nodes_text, session_text, sessions_text, size
 from shardline.cli.main import cli
+from shardline.errors import ShardlineError
 
 NODE = {
     "id": "n-0123",
@@ -23,6 +25,9 @@ NODE = {
     "reason": None,
     "shards": [{"model": "smol", "first": 0, "last": 15, "state": "ready"}],
 }
+
+
+SERVED = {"model": "smol", "content_id": "mac1-77"}
 
 
 def test_columns_are_aligned_and_nothing_is_cut() -> None:
@@ -94,7 +99,7 @@ def test_sessions_show_phase_and_failure(event: dict[str, Any], stage) -> None:
 def test_a_model_that_nobody_serves_is_told_with_those_that_are(stage) -> None:
     error = {"error": {"code": "model_not_found", "message": "no Node serves a model 'nope'"}}
     stage.json("GET /v1/routes/explain?model=nope", error, status=404)
-    for models, words in (([{"model": "smol"}, {"model": "smol"}], "there are: smol"), ([], "no Node serves any")):
+    for models, words in (([SERVED, SERVED], "there are: smol"), ([], "no Node serves any")):
         stage.json("GET /v1/models", {"models": models})
         done = CliRunner().invoke(cli, ["routes", "explain", "nope", "--tracker", stage.url])
         assert words in str(done.exception)
@@ -106,14 +111,57 @@ def test_one_session_shows_its_seams(event: dict[str, Any], stage) -> None:
         {"from": "n-0", "to": "n-1", "prefill": {"steps": 1, "rows": 41, "bytes": 94464}, "decode": count}
     ]
     assert session_text(event).splitlines()[-1] == (
-        "seam     n-0 → n-1  prefill 1 steps, 41 rows, 92.2 KiB  decode 16 steps, 16 rows, 40.0 KiB"
+        "seam     n-0 → n-1  prefill 1 step, 41 rows, 92.2 KiB  decode 16 steps, 16 rows, 40.0 KiB"
     )
+    stage.json("GET /v1/route-sessions", {"sessions": [event]})
     stage.json("GET /v1/route-sessions/rs-1", event)
     shown = CliRunner().invoke(cli, ["sessions", "rs-1", "--gateway", stage.url])
     assert "rs-1" in shown.stdout and "40.0 KiB" in shown.stdout
 
 
+def test_the_beginning_of_an_id_is_enough(event: dict[str, Any], stage) -> None:
+    ids = ["rs-28a88f8b3a21cca5f1cd2692", "rs-28b88f8b3a21cca5f1cd2692", "rs-99"]
+    assert full_id("rs-28a", ids) == full_id("28a", ids) == ids[0]
+    assert full_id("rs-99", [*ids, "rs-990"]) == "rs-99"
+    assert full_id("rs-7", ids) == "rs-7"
+    for given in ("rs-28", "28", "rs-"):
+        with pytest.raises(ShardlineError, match=f"{ids[0]}, {ids[1]}") as refused:
+            full_id(given, ids)
+        assert refused.value.code == "invalid_value"
+    stage.json("GET /v1/route-sessions", {"sessions": [{**event, "id": one} for one in ids]})
+    stage.json(f"GET /v1/route-sessions/{ids[0]}", {**event, "id": ids[0]})
+    stage.json(f"DELETE /v1/route-sessions/{ids[1]}", {})
+    shown = CliRunner().invoke(cli, ["sessions", "28a", "--gateway", stage.url])
+    assert ids[0] in shown.stdout
+    shown = CliRunner().invoke(cli, ["sessions", "rs-28b", "--cancel", "--gateway", stage.url])
+    assert shown.stdout == f"{ids[1]} cancelled\n"
+
+
+def test_routes_of_a_model_by_the_beginning_of_its_name(stage) -> None:
+    answer = {"model": "smol", "taken": None, "groups": []}
+    error = {"error": {"code": "model_not_found", "message": "no Node serves it"}}
+    stage.json("GET /v1/models", {"models": [SERVED]})
+    stage.json("GET /v1/routes/explain?model=sm", error, status=404)
+    stage.json("GET /v1/routes/explain?model=77", error, status=404)
+    for full in ("smol", "mac1-77"):
+        stage.json(f"GET /v1/routes/explain?model={full}", answer)
+    for given in ("sm", "77"):
+        shown = CliRunner().invoke(cli, ["routes", "explain", given, "--tracker", stage.url])
+        assert "A request for smol now takes: none" in shown.stdout
+
+
+def test_a_model_of_several_engines_is_told_that_they_do_not_mix() -> None:
+    def node(number: int, engine: str) -> dict[str, Any]:
+        return {**NODE, "id": f"n-{number}", "engine": {"engine_class": engine}}
+
+    mixed = nodes_text([node(1, "torch-f32"), node(2, "llama/1")])
+    assert mixed.splitlines()[-1].startswith("smol: a route uses one engine class")
+    for alike in ([node(1, "torch-f32"), node(2, "torch-f32")], [node(1, "torch-f32"), node(2, "torch/loading")]):
+        assert "engine class" not in nodes_text(alike)
+
+
 def test_a_session_can_be_cancelled(stage) -> None:
+    stage.json("GET /v1/route-sessions", {"sessions": []})
     stage.json("DELETE /v1/route-sessions/rs-1", {})
     shown = CliRunner().invoke(cli, ["sessions", "rs-1", "--cancel", "--gateway", stage.url])
     assert shown.exit_code == 0 and "rs-1 cancelled" in shown.stdout
@@ -121,6 +169,7 @@ def test_a_session_can_be_cancelled(stage) -> None:
 
 
 def test_a_session_id_stays_one_piece_of_the_path(stage) -> None:
+    stage.json("GET /v1/route-sessions", {"sessions": []})
     CliRunner().invoke(cli, ["sessions", "../nodes?x=1", "--gateway", stage.url])
     assert stage.asked[-1][0] == "GET /v1/route-sessions/..%2Fnodes%3Fx%3D1"
 

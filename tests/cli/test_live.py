@@ -32,6 +32,11 @@ def test_the_account_in_decode(event: dict[str, Any]) -> None:
     ]
 
 
+def test_one_is_not_many(event: dict[str, Any]) -> None:
+    rows = dict(block({**event, "decode": {**event["decode"], "tokens": 1}, "prefill": {"done": 1, "total": 1}}))
+    assert rows["decode"].startswith("1 token  ") and rows["prefill"].endswith("1/1 token")
+
+
 def test_the_place_in_the_queue_and_a_silent_hop_are_told(event: dict[str, Any]) -> None:
     waiting = {**event, "route": None, "queue": {"position": 3}}
     assert route_line(waiting) == "place 3 in the queue"

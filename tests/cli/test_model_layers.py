@@ -17,7 +17,20 @@ def test_a_script_and_a_folder(tmp_path: Path) -> None:
     assert layer_count(script, "scripted") == 5
     config = {"model_type": "llama", "num_hidden_layers": 7, "hidden_size": 8, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
     assert layer_count(tmp_path, "torch") == 7
+
+
+@pytest.mark.parametrize("files", [[], ["config.json"], ["config.json", "b.gguf", "a.gguf"]])
+def test_a_folder_without_a_model(tmp_path: Path, files: list[str]) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ShardlineError, match="there is no model in the folder") as refused:
+        layer_count(tmp_path, "torch")
+    wanted = (
+        f"Name the GGUF file in it: {tmp_path / 'a.gguf'}" if "a.gguf" in files else "Name a GGUF file, or a folder"
+    )
+    assert wanted in refused.value.advice
 
 
 @pytest.mark.smollm2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,52 @@ def test_a_file_is_replaced_only_on_demand(tmp_path: Path, model: Path) -> None:
     assert read_header(output).integer("llama.block_count") == 3
 
 
+@pytest.mark.parametrize(
+    ("output", "words"), [(".", "Give the part a file name in it: -o "), ("nowhere/part.gguf", "Make that folder")]
+)
+def test_where_no_file_can_be_is_told_before_anything_is_read(
+    tmp_path: Path, model: Path, output: str, words: str
+) -> None:
+    with pytest.raises(ShardlineError) as refused:
+        run(tmp_path, model, "--layers", "2:5", "-o", tmp_path / output)
+    assert words in refused.value.advice and not (tmp_path / "state").exists()
+
+
+def test_what_the_disk_does_not_take_is_told_with_the_flag(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ShardlineError) as refused:
+        run(tmp_path, model, "--layers", "2:5", "-o", tmp_path / "part.gguf")
+    assert refused.value.code == "disk_full"
+    assert refused.value.advice == "Make room there, or give it another place: -o FILE"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("cuts", "PART"),
+        ("split", "PART", "--layers", "0:1", "-o", "OTHER"),
+        ("up", "PART", "--engine", "llama"),
+        ("up", "PART", "--engine", "torch"),
+        ("node", "--model", "PART", "--engine", "torch", "--tracker", "http://127.0.0.1:9"),
+        ("bench", "PART"),
+        ("artifact", "create", "PART"),
+    ],
+)
+def test_a_part_is_no_model_for_any_command(tmp_path: Path, model: Path, command: tuple[str, ...]) -> None:
+    part = tmp_path / "part.gguf"
+    run(tmp_path, model, "--layers", "2:5", "-o", part)
+    words = {"PART": str(part), "OTHER": str(tmp_path / "other.gguf")}
+    done = CliRunner().invoke(cli, ["--state-dir", str(tmp_path / "state"), *(words.get(w, w) for w in command)])
+    assert isinstance(done.exception, ShardlineError), done.output
+    assert "part.gguf is a part of a model, its layers 2:5 of 8" in done.exception.message
+    assert "Name the whole model" in done.exception.advice
+
+
 def test_the_model_itself_is_never_replaced(tmp_path: Path, model: Path) -> None:
     whole = model.read_bytes()
     link = tmp_path / "link.gguf"
@@ -85,12 +133,6 @@ def test_a_cut_that_the_architecture_does_not_allow(tmp_path: Path) -> None:
     with pytest.raises(ShardlineError, match="only whole"):
         run(tmp_path, small_model(tmp_path, "never-heard-of").paths[0], "--layers", "0:4", "-o", output)
     assert not output.exists()
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ShardlineError, match="No such file or directory") as caught:
-        run(tmp_path, model, "--layers", "2:5", "-o", tmp_path / "absent" / "part.gguf")
-    assert caught.value.code == "state_unwritable"
 
 
 def test_wrong_usage(tmp_path: Path, model: Path) -> None:

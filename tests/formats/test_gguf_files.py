@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardline.errors import ShardlineError
-from shardline.formats.gguf_files import part_paths, read_model
+from shardline.formats.gguf_files import SHARD_LAYERS, part_paths, read_model
 from tests.support.gguf_writer import LLAMA, Tensor, Typed, gguf_bytes, llama_tensors
 
 
@@ -35,6 +35,16 @@ def test_one_file_is_one_part(tmp_path: Path) -> None:
     assert list(model.tensors) == [t.name for t in llama_tensors()]
     assert model.header.text("general.architecture") == "llama"
     assert model.warnings == ["tiny.gguf: 33 bytes behind the last tensor belong to none"]
+
+
+@pytest.mark.parametrize(("layers", "words"), [([2, 5, 8], "layers 2:5 of 8"), ([], "a part of a model")])
+def test_the_file_of_a_shard_is_no_model(tmp_path: Path, layers: list[int], words: str) -> None:
+    path = tmp_path / "part.gguf"
+    keys = {**LLAMA, SHARD_LAYERS: Typed("u32", layers)}
+    path.write_bytes(gguf_bytes(keys, llama_tensors()))
+    with pytest.raises(ShardlineError, match=words) as refused:
+        read_model(path)
+    assert refused.value.code == "model_file_invalid" and "Name the whole model" in refused.value.advice
 
 
 @pytest.mark.parametrize("named", [0, 1, 2])

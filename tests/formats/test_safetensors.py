@@ -252,7 +252,7 @@ def test_tensors_beside_the_index_are_kept_with_a_warning(tmp_path: Path) -> Non
         ({ONE: ["a"]}, {"a": "config.json"}, "no plain safetensors file name"),
         ({ONE: ["a"]}, {}, "names no tensor"),
         ({ONE: ["a"], TWO: ["b"]}, None, f"index.json is missing .* found: {ONE}, {TWO}"),
-        ({}, None, "model.safetensors is missing"),
+        ({}, None, "there is no model in the folder .m.: no safetensors files"),
     ],
 )
 def test_folders_that_are_not_whole(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _EXISTING = click.Path(exists=True, path_type=Path)
 _PIECES_SHOWN = 8
+_PRIVATE, _PUBLIC = b"PRIVATE KEY-----", b"BEGIN PUBLIC KEY-----"
+"""In PEM, what tells one kind of key from the other."""
 
 key_option = click.option(
     "--public-key", "public_keys", multiple=True, type=_EXISTING, metavar="PEM", help="The publisher's. Repeatable."
@@ -50,7 +52,9 @@ def artifact() -> None:
 @artifact.command()
 @click.argument("model", type=_EXISTING, metavar="MODEL")
 @click.option("--sign", "key_file", type=_EXISTING, metavar="KEY.pem", help="Sign with this key (artifact keygen).")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="[default: MODEL.artifact]")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="[default: beside MODEL, as NAME.artifact]"
+)
 @click.option("--name", help="[default: the name of the file or folder]")
 @click.option("--version", "version", metavar="TEXT", help="The publisher's word for this edition.")
 @click.option("--license", "licence", metavar="SPDX", help="Such as Apache-2.0 [default: what a GGUF file says].")
@@ -80,7 +84,13 @@ def create(
     from shardline.artifact.signing import KEY_BYTES_LIMIT, read_private_key
     from shardline.wire.manifest import Origin
 
-    key = None if key_file is None else read_private_key(_read(key_file, KEY_BYTES_LIMIT))
+    key = None
+    if key_file is not None:
+        raw = _read(key_file, KEY_BYTES_LIMIT)
+        if _PUBLIC in raw:
+            advice = "Sign with the private one: keygen wrote it beside, without .pub at its end."
+            raise ShardlineError("invalid_value", f"{key_file} is a public key", param="sign", advice=advice)
+        key = read_private_key(raw)
     description = creation.Description(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         name=name,
@@ -90,10 +100,12 @@ def create(
         webseeds=webseeds,
         include=include,
     )
+    folder = output or creation.default_bundle(model)
+    if os.path.lexists(folder):
+        advice = "Give the new one a place of its own, with -o DIR, or take the old one away."
+        raise ShardlineError("setting_invalid", f"{folder} is there already", param="output", advice=advice)
     with progress("Hashing") as show_step:
-        made = creation.create_bundle(
-            model, output or creation.default_bundle(model), description, key=key, progress=show_step
-        )
+        made = creation.create_bundle(model, folder, description, key=key, progress=show_step)
     _print(as_json, _facts(made), f"{made.folder}: {_lines(made)}")
 
 
@@ -186,9 +198,19 @@ def keygen(output: Path, as_json: bool) -> None:
 
 
 def _load(path: Path, public_keys: tuple[Path, ...]) -> Bundle:
-    from shardline.artifact.bundle import load_bundle
+    from shardline.artifact.bundle import SIGNATURE_NAME, load_bundle
 
-    return load_bundle(_bundle_folder(path), _policy(public_keys))
+    folder = _bundle_folder(path)
+    if public_keys and not (folder / SIGNATURE_NAME).exists():
+        advice = "Ask its publisher for a signed one. Without --public-key its files are checked, and not who made it."
+        raise ShardlineError("artifact_untrusted", f"{folder} is not signed, so no key can vouch for it", advice=advice)
+    try:
+        return load_bundle(folder, _policy(public_keys))
+    except ShardlineError as error:
+        if error.code != "artifact_untrusted":
+            raise
+        advice = "Name the key of its publisher: --public-key. Without one its files are checked, and not who made it."
+        raise ShardlineError(error.code, error.message, advice=advice, **error.details) from None
 
 
 def _policy(public_keys: tuple[Path, ...]) -> TrustPolicy:
@@ -199,9 +221,14 @@ def _policy(public_keys: tuple[Path, ...]) -> TrustPolicy:
 
 
 def publisher_key(path: Path) -> EllipticCurvePublicKey:
+    """The key in the file `path`. Raises `invalid_value`, with what to give instead of a private key."""
     from shardline.artifact.signing import KEY_BYTES_LIMIT, read_public_key
 
-    return read_public_key(_read(path, KEY_BYTES_LIMIT))
+    raw = _read(path, KEY_BYTES_LIMIT)
+    if _PRIVATE in raw:
+        advice = f"Give the public one, which keygen wrote as {path}.pub; show the private one to nobody."
+        raise ShardlineError("invalid_value", f"{path} is a private key", param="public_key", advice=advice)
+    return read_public_key(raw)
 
 
 def _bundle_folder(path: Path) -> Path:

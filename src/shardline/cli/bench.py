@@ -94,6 +94,7 @@ def _wanted(
     **counts: Any,
 ) -> Wanted:
     from shardline.cli.bench_run import Wanted
+    from shardline.formats.cuts import cuts_of, even_cut
     from shardline.formats.memory import weight_bytes
     from shardline.formats.shape import shape_of_gguf
 
@@ -108,14 +109,19 @@ def _wanted(
         )
     for each in ranges:
         check_cover(each, shape.n_layers)
+    named = {len(each): each for each in ranges}
+    weights = weight_bytes(source.tensors, shape.n_layers)
+    for nodes in counts["nodes"]:
+        if nodes not in named:
+            even_cut(cuts_of(source.header), weights, nodes)  # refuses what the measurement would refuse much later
     return Wanted(
-        ranges={len(each): each for each in ranges},
+        ranges=named,
         model=model.resolve(),
         prompt_tokens=prompt,
         prefill_tokens=prefill,
         rpc_server=_program("rpc_server", rpc_server, ("ggml-rpc-server", "rpc-server")),
         llama_bench=_program("llama_bench", llama_bench, ("llama-bench",)),
-        weights=weight_bytes(source.tensors, shape.n_layers),
+        weights=weights,
         **counts,
     )
 

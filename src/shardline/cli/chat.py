@@ -103,6 +103,7 @@ class Conversation:
             "messages": asked,
             "stream": True,
             "stream_options": {"include_usage": True, "include_telemetry": True},
+            "timings_per_token": True,
             **self._sampling,
         }
         try:
@@ -120,6 +121,8 @@ class Conversation:
             if telemetry is not None:
                 last = telemetry
                 view.event(telemetry)
+            elif last is not None and chunk.get("timings"):
+                view.event(advanced(last, chunk["timings"]))
             for choice in chunk.get("choices", []):
                 delta = (choice.get("delta") or {}).get("content") or ""
                 if delta:
@@ -127,6 +130,16 @@ class Conversation:
                     view.text(delta)
         self._messages = [*asked, {"role": "assistant", "content": text}]
         return text, last
+
+
+def advanced(event: dict[str, Any], timings: dict[str, Any]) -> dict[str, Any]:
+    """The last account, as far as a chunk of the answer says that it has gone on since: accounts come twice a second,
+    chunks with every token."""
+    tokens = max(event["decode"]["tokens"], timings.get("predicted_n") or 0)
+    if tokens == event["decode"]["tokens"] or event["phase"] not in ("prefill", "decode"):
+        return event
+    prefill = {**event["prefill"], "done": event["prefill"]["total"]}
+    return {**event, "phase": "decode", "prefill": prefill, "decode": {**event["decode"], "tokens": tokens}}
 
 
 class _NoView:

@@ -224,7 +224,7 @@ def for_a_person(error: ShardlineError, who: str, url: str | None = None) -> Sha
     if other is not None:
         return other
     advice = ADVICE.get((who, error.code))
-    if advice is None:
+    if advice is None or error.advice != error.fault.advice:
         return error
     pause = error.details.get("retry_after")
     waited = f"{pause:g} s" if isinstance(pause, int | float) else "a little"

@@ -7,13 +7,16 @@ tests/cli/test_invite.py.
 from __future__ import annotations
 
 import json
+import re
 from urllib.parse import quote
 
 import click
 
 from shardline.cli.invite import operator_of
 from shardline.cli.invocation import Invocation, pass_invocation
-from shardline.cli.listings import as_json_option
+from shardline.cli.listings import as_json_option, full_id
+
+_PARTY = re.compile("(n|gateway)-[0-9a-f]{16}")
 
 
 @click.command()
@@ -23,12 +26,14 @@ from shardline.cli.listings import as_json_option
 @as_json_option
 @pass_invocation
 def expel(invocation: Invocation, party: str, undo: bool, tracker_url: str | None, as_json: bool) -> None:
-    """Throw a Node or Gateway out, by the id that `nodes` lists.
+    """Throw a Node or Gateway out, by the id that `nodes` lists, or its beginning.
 
     On the machine of the Tracker. No new session goes to it, it gets no new certificate, and with the next heartbeat
     all Nodes refuse the one that it has. Sessions that run over a Node go on to their end; those of a Gateway end.
     """
     tracker = operator_of(invocation.configuration(tracker=tracker_url))
+    if not _PARTY.fullmatch(party):
+        party = full_id(party, [node["id"] for node in tracker.get("/v1/nodes")["nodes"]])
     path = f"/v1/parties/{quote(party, safe='')}/expulsion"
     answer = tracker.delete(path) if undo else tracker.post(path)
     if as_json:

@@ -7,15 +7,20 @@ Shown by tests/cli/test_listings.py.
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardline.cli.invocation import Invocation, gateway_of, pass_invocation, tracker_of
 from shardline.errors import ShardlineError
 
+if TYPE_CHECKING:
+    from shardline.cli.client import Endpoint
+
+_SESSION = re.compile("rs-[0-9a-f]{24}")
 wide_option = click.option("-w", "--wide", is_flag=True, help="More columns than fit into 80 characters.")
 as_json_option = click.option("--json", "as_json", is_flag=True, help="The whole answer, as JSON.")
 
@@ -85,7 +90,25 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
             )
     header = ("NODE", "LAYERS", "STATE", "KV USED", "SESSIONS", "ADDRESS")
     texts = [f"{title}\n{columns(header, rows)}" for title, rows in tables.items()]
-    return "\n\n".join([*texts, *(["\n".join(reasons)] if reasons else [])])
+    notes = [*reasons, *_several_engines(listed)]
+    return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
+
+
+def _several_engines(listed: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each model that Nodes of several engine classes have: what one lacks, no other makes up for."""
+    classes: dict[str, set[str]] = {}
+    for node in listed:
+        for shard in node.get("shards") or []:
+            engine = (node.get("engine") or {}).get("engine_class")
+            # One that loads knows its class in part only.
+            if engine and not engine.endswith("/loading"):
+                classes.setdefault(str(shard.get("model")), set()).add(engine)
+    return [
+        f"{model}: a route uses one engine class, so each of these needs Nodes for all layers; "
+        f"`shardline routes explain {model}` says what is missing."
+        for model, engines in sorted(classes.items())
+        if len(engines) > 1
+    ]
 
 
 def _first_layer(node: dict[str, Any]) -> tuple[int, int]:
@@ -145,9 +168,13 @@ def sessions(
 ) -> None:
     """List the Route Sessions, or show SESSION.
 
-    Newest first; those of this API key. With SESSION: the whole account of one, the bytes over each Seam too.
+    Newest first; those of this API key. With SESSION, an id or its beginning: the whole account of one, the bytes over
+    each Seam too.
     """
     gateway = gateway_of(invocation.configuration(gateway=gateway_url))
+    if session is not None and not _SESSION.fullmatch(session):
+        listed = gateway.get("/v1/route-sessions")["sessions"]
+        session = full_id(session, [event["id"] for event in listed])
     if cancel:
         if session is None:
             raise click.UsageError("--cancel needs a SESSION")
@@ -159,6 +186,17 @@ def sessions(
     else:
         answer = gateway.get("/v1/route-sessions")
         _show(as_json, answer, sessions_text(answer["sessions"], time.time(), wide=wide))
+
+
+def full_id(given: str, known: Iterable[str]) -> str:
+    """The one of `known` ids that `given` begins, with or without what all ids of its kind begin with (`n-`, `rs-`);
+    `given` where it begins none. Raises `invalid_value` where it begins several."""
+    found = sorted({one for one in known if one.startswith(given) or one.partition("-")[2].startswith(given)})
+    if len(found) < 2 or given in found:
+        return found[0] if len(found) == 1 else given
+    shown = ", ".join(found[:8]) + (", …" if len(found) > 8 else "")
+    message = f"{given!r} begins the ids of {len(found)}: {shown}"
+    raise ShardlineError("invalid_value", message, advice="Give more of the one you mean.")
 
 
 def _quoted(identifier: str) -> str:
@@ -193,14 +231,15 @@ def sessions_text(listed: Sequence[dict[str, Any]], now: float, *, wide: bool = 
 
 def session_text(event: dict[str, Any]) -> str:
     """The whole account of one session, Seams included."""
-    from shardline.cli.live import block
+    from shardline.cli.live import block, counted
 
     lines = [
         f"{label:8} {line}" for label, line in [("session", event["id"]), ("model", event["model"]), *block(event)]
     ]
     for seam in event.get("seams") or []:
         counts = "  ".join(
-            f"{lane} {seam[lane]['steps']} steps, {seam[lane]['rows']} rows, {size(seam[lane]['bytes'])}"
+            f"{lane} {counted(seam[lane]['steps'], 'step')}, {counted(seam[lane]['rows'], 'row')}, "
+            f"{size(seam[lane]['bytes'])}"
             for lane in ("prefill", "decode")
         )
         lines.append(f"{'seam':8} {seam['from']} → {seam['to']}  {counts}")
@@ -218,18 +257,28 @@ def routes() -> None:
 @as_json_option
 @pass_invocation
 def explain(invocation: Invocation, model: str, tracker_url: str | None, as_json: bool) -> None:
-    """Say which route MODEL gets now, and why each candidate was or was not taken."""
-    tracker = tracker_of(invocation.configuration(tracker=tracker_url))
+    """Say which route MODEL gets now, and why each candidate was or was not taken.
+
+    MODEL is a name or a content_id, or the beginning of one.
+    """
+    answer = _explained(tracker_of(invocation.configuration(tracker=tracker_url)), model)
+    _show(as_json, answer, explain_text(answer))
+
+
+def _explained(tracker: Endpoint, model: str) -> Any:
     try:
-        answer = tracker.get(f"/v1/routes/explain?model={_quoted(model)}")
+        return tracker.get(f"/v1/routes/explain?model={_quoted(model)}")
     except ShardlineError as error:
         if error.code != "model_not_found":
             raise
-        names = sorted({str(known["model"]) for known in tracker.get("/v1/models")["models"]})
+        served = tracker.get("/v1/models")["models"]
+        names = sorted({str(known["model"]) for known in served})
+        full = full_id(model, [*names, *(str(known["content_id"]) for known in served)])
+        if full != model:
+            return _explained(tracker, full)
         there = f"; there are: {', '.join(names)}" if names else "; no Node serves any"
         advice = "Ask for one of these names." if names else "Start a Node: shardline node --model PATH"
         raise ShardlineError(error.code, error.message + there, param="model", advice=advice) from None
-    _show(as_json, answer, explain_text(answer))
 
 
 def explain_text(answer: dict[str, Any]) -> str:

@@ -55,6 +55,11 @@ def bar(done: int, total: int, width: int = _BAR) -> str:
     return "█" * filled + "░" * (width - filled)
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def route_line(event: dict[str, Any]) -> str:
     """`n-12ab 0:15 → n-34cd 15:30`, or how the route is being found."""
     route = event.get("route")
@@ -76,13 +81,13 @@ def hop_line(hop: dict[str, Any]) -> str:
 
 def prefill_line(event: dict[str, Any]) -> str:
     done, total = event["prefill"]["done"], event["prefill"]["total"]
-    return f"{bar(done, total)}{_GAP}{done}/{total} tokens"
+    return f"{bar(done, total)}{_GAP}{done}/{counted(total, 'token')}"
 
 
 def decode_line(event: dict[str, Any]) -> str:
     decode = event["decode"]
     return (
-        f"{decode['tokens']} tokens  {number(decode.get('tokens_per_s'), ' tokens/s')}  "
+        f"{counted(decode['tokens'], 'token')}  {number(decode.get('tokens_per_s'), ' tokens/s')}  "
         f"first after {number(decode.get('ttft_ms'), ' ms', 0)}"
     )
 

@@ -20,7 +20,8 @@ def layer_count(model: Path, engine: str) -> int:
         if error.code != "model_file_invalid":
             raise
         message = error.message if model.name in error.message else f"{model.name or model}: {error.message}"
-        raise ShardlineError(error.code, message, advice=_advice(engine, error), **error.details) from None
+        advice = _advice(engine, error) if error.advice == error.fault.advice else error.advice
+        raise ShardlineError(error.code, message, advice=advice, **error.details) from None
 
 
 def _advice(engine: str, error: ShardlineError) -> str:
@@ -39,8 +40,9 @@ def _counted(model: Path, engine: str) -> int:
     from shardline.formats.shape import shape_of_config, shape_of_gguf
 
     if model.is_dir():
-        from shardline.formats.safetensors import read_object
+        from shardline.formats.safetensors import read_object, weight_files
 
+        weight_files(model)
         return shape_of_config(read_object(model / "config.json", CONFIG_LIMIT)).n_layers
     from shardline.formats.gguf_files import read_model
 

@@ -28,7 +28,8 @@ def split(invocation: Invocation, model: Path, layers: tuple[int, int], output: 
     """Write some layers of MODEL as a GGUF file of their own.
 
     It is the file that a Node makes for itself: a valid model for llama.cpp, which takes hidden rows in place of
-    tokens. Quantised bytes are copied as they are. `shardline cuts MODEL` says where a model can be cut.
+    tokens. Quantised bytes are copied as they are. `shardline cuts MODEL` says where a model can be cut. No Node wants
+    it, nor `up`: they take the whole model, and cut for themselves.
     """
     from shardline.artifact.identity import content_id
     from shardline.artifact.shard_files import write_plan
@@ -46,12 +47,32 @@ def split(invocation: Invocation, model: Path, layers: tuple[int, int], output: 
     with progress("Naming the model") as show:
         identity = content_id(model, cache_dir=cache, progress=show)
     plan = plan_shard(source, *layers, content_id=identity)
-    with progress("Writing") as show:
-        write_plan(plan, source, output, progress=show)
+    try:
+        with progress("Writing") as show:
+            write_plan(plan, source, output, progress=show)
+    except ShardlineError as error:
+        if error.code not in ("disk_full", "state_unwritable"):
+            raise
+        advice = "Make room there, or give it another place: -o FILE"
+        raise ShardlineError(error.code, error.message, advice=advice, **error.details) from None
     click.echo(f"{output}: layers {layers[0]}:{layers[1]} of {cuts.n_layers}, {size(plan.nbytes)}")
 
 
 def _check_output(output: Path, sources: tuple[Path, ...], force: bool) -> None:
+    if output.is_dir():
+        raise ShardlineError(
+            "setting_invalid",
+            f"{output} is a folder",
+            param="output",
+            advice=f"Give the part a file name in it: -o {output / 'part.gguf'}",
+        )
+    if not output.absolute().parent.is_dir():
+        raise ShardlineError(
+            "setting_invalid",
+            f"there is no folder {output.parent}",
+            param="output",
+            advice="Make that folder, or name a file in one that is there: -o FILE",
+        )
     if any(output.exists() and output.samefile(path) for path in sources):
         raise ShardlineError(
             "setting_invalid",

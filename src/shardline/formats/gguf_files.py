@@ -15,6 +15,8 @@ from shardline.errors import ShardlineError
 from shardline.formats.gguf import TENSORS_LIMIT, GGUFHeader, TensorInfo, read_header
 
 PARTS_LIMIT = 10_000
+SHARD_LAYERS = "shardline.source.layers"
+"""Key of the file of a Shard: first layer, the one behind its last, layers of the model."""
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 
 
@@ -53,9 +55,11 @@ def part_paths(path: Path | str) -> list[Path]:
 
 
 def read_model(path: Path | str) -> GGUFModel:
-    """Read the headers of all parts and join their tables; `model_file_invalid` where they do not fit together."""
+    """Read the headers of all parts and join their tables; `model_file_invalid` where they do not fit together,
+    or are the file of a Shard."""
     paths = part_paths(path)
     headers = tuple(read_header(p) for p in paths)
+    _check_whole(paths[0], headers[0])
     tensors: dict[str, TensorInfo] = {}
     for number, (part, header) in enumerate(zip(paths, headers, strict=True)):
         _check_part(part, header, number, len(paths))
@@ -69,6 +73,18 @@ def read_model(path: Path | str) -> GGUFModel:
     if declared != len(tensors):
         raise _bad(f"the parts have {len(tensors)} tensors, but key split.tensors.count is {declared}")
     return GGUFModel(tuple(paths), headers, tensors)
+
+
+def _check_whole(path: Path, header: GGUFHeader) -> None:
+    """Refuse the file of a Shard (shard_gguf.py), which looks like a smaller model with a tiny vocabulary."""
+    if SHARD_LAYERS in header.kv:
+        first, last, n_layers = (*header.numbers(SHARD_LAYERS), 0, 0, 0)[:3]
+        raise ShardlineError(
+            "model_file_invalid",
+            f"{path.name} is a part of a model, its layers {first}:{last} of {n_layers}, cut out by Shardline",
+            advice="Name the whole model: Nodes cut their layers out for themselves. A part is for tools of llama.cpp.",
+            reason="part",
+        )
 
 
 def _check_part(path: Path, header: GGUFHeader, number: int, count: int) -> None:

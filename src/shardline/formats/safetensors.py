@@ -248,10 +248,23 @@ def _list_files(folder: Path) -> tuple[dict[str, str] | None, tuple[str, ...]]:
     files = (SINGLE_NAME,) if weight_map is None else tuple(sorted(set(weight_map.values())))
     if len(files) > FILES_LIMIT:
         raise _bad("unsupported", f"{len(files)} files, the limit is {FILES_LIMIT}")
+    if weight_map is None and not any(folder.glob("*.safetensors")):
+        raise _no_model(folder)
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise _bad("damaged", _absent_message(folder, absent, indexed=weight_map is not None))
     return weight_map, files
+
+
+def _no_model(folder: Path) -> ShardlineError:
+    name = folder.resolve().name
+    found = sorted(entry.name for entry in folder.glob("*.gguf"))
+    if found:
+        advice = f"Name the GGUF file in it: {folder / found[0]}"
+    else:
+        advice = "Name a GGUF file, or a folder with config.json and safetensors files."
+    message = f"there is no model in the folder {name!r:.200}: no safetensors files"
+    return ShardlineError("model_file_invalid", message, advice=advice, reason="not_a_model")
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

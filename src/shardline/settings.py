@@ -114,11 +114,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fetch_connections: int = 4
     """Requests to one source of pieces at a time."""
     fetch_bytes_per_s: int = 0
-    """Most that is fetched in a second, from all sources together. 0: no limit."""
+    """Most that is fetched in a second, from all sources together, three quarters of it by BitTorrent. 0: no limit."""
     upload_bytes_per_s: int = 0
-    """Most pieces that are sent in a second, to all together. 0: no limit."""
+    """Most pieces that are sent in a second, to all together, three quarters of it by BitTorrent. 0: no limit."""
     upload_requests: int = 32
     """Requests for pieces that are answered at a time; the next ones are refused with `queue_full`."""
+    bittorrent_port: int = 0
+    """Where a Node takes BitTorrent connections of its cluster. 0: any port that is free."""
+    bittorrent_connections: int = 64
+    """Most of them at a time."""
+    bittorrent_queue_bytes: int = 4 << 20
+    """Received by BitTorrent and not yet written, at most; from 1 MiB on."""
     scrub_bytes_per_s: int = 16 << 20
     """How fast pieces on disk are read again and checked."""
     possession_s: float = 10.0
@@ -126,7 +132,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     possession_every_s: float = 180.0
     """Pause between two such questions to a Node that answered the last one."""
     scrub_interval_s: float = 86400.0
-    """Pause between two rounds of that in a process that gives pieces away. 0: none by itself."""
+    """Pause between two rounds of that in a process that gives pieces away."""
     # Routes.
     ticket_ttl_s: float = 30.0
     """A ticket of the Tracker opens a session for so long."""

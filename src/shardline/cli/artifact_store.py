@@ -1,4 +1,4 @@
-"""`shardline artifact list|fetch|seed|scrub|rm`: the store of Model Artifacts on this machine.
+"""`shardline artifact list|fetch|scrub|rm`: the store of Model Artifacts on this machine.
 
 Owns these commands and what they print. What the store is, artifact/store.py says; how pieces travel, artifact/fetch.py
 and transport/piece_*.py. Shown by tests/cli/test_artifact_store.py.
@@ -20,6 +20,8 @@ from shardline.cli.artifact import key_option, publisher_key
 from shardline.cli.invocation import Invocation, credential_of, pass_invocation
 from shardline.cli.listings import as_json_option, columns, size
 from shardline.cli.progress import progress
+from shardline.cli.roles import STORE_FOLDER
+from shardline.cli.seeder import seed
 from shardline.cli.values import LayerRange
 from shardline.errors import ShardlineError
 
@@ -27,10 +29,7 @@ if TYPE_CHECKING:
     from shardline.artifact.bundle import TrustPolicy
     from shardline.artifact.fetch import Fetch, FetchProgress
     from shardline.artifact.store import Store, StoredArtifact
-    from shardline.settings import Settings
-    from shardline.transport.piece_client import PieceFile
 
-STORE_FOLDER = "artifacts"
 store_option = click.option(
     "--store",
     "folder",
@@ -156,13 +155,14 @@ def fetch(
 
 async def _fetched(invocation: Invocation, found: StoredArtifact, wanted: Any, urls: tuple[str, ...]) -> FetchProgress:
     from shardline.artifact.fetch import Fetch
+    from shardline.node.artifact_pieces import piece_files
     from shardline.transport.http_client import HttpClient
     from shardline.transport.pace import Pace
     from shardline.transport.piece_client import NodePieces, WebSeed
 
     configuration = invocation.configuration()
     settings = configuration.settings
-    files, pace = _piece_files(found), Pace(settings.fetch_bytes_per_s)
+    files, pace = piece_files(found.bundle.manifest), Pace(settings.fetch_bytes_per_s)
     nodes = HttpClient(settings, credential=credential_of(configuration) if urls else None)
     seeds = HttpClient(settings)
     try:
@@ -193,54 +193,6 @@ def _show(told: FetchProgress) -> None:
     whom = "" if busiest is None else f", from {busiest.name}"
     line = f"{told.state}: {size(told.done_bytes)} of {size(told.total_bytes)}, {size(round(told.bytes_per_s))}/s"
     click.echo(f"\r\033[K{line}{left}{whom}"[:100], nl=False, err=True)
-
-
-@click.command()
-@click.argument("content_ids", nargs=-1, metavar="[CONTENT_ID]…")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=0, help="[default: any that is free]")
-@click.option("--insecure-plain-http", is_flag=True, help="Beyond loopback, without encryption.")
-@store_option
-@pass_invocation
-def seed(
-    invocation: Invocation,
-    content_ids: tuple[str, ...],
-    host: str,
-    port: int,
-    insecure_plain_http: bool,
-    folder: Path | None,
-) -> None:
-    """Give what the store holds to others, until it is stopped.
-
-    To whoever has the credential of the cluster. Without CONTENT_ID everything in the store.
-    """
-    from shardline.artifact.shelf import Shelf
-    from shardline.cli.process import run_until_signal
-    from shardline.transport.http_server import check_listener, warn_of_plain_http
-    from shardline.transport.piece_server import PieceServer, piece_app
-
-    configuration = invocation.configuration()
-    credential = credential_of(configuration)
-    check_listener(host, insecure_plain_http=insecure_plain_http, credential=credential)
-    warn_of_plain_http(host)
-    with contextlib.ExitStack() as stack:
-        store = stack.enter_context(_store(invocation, folder))
-        shelf = Shelf()
-        for content_id in content_ids or store.content_ids():
-            shelf.put(stack.enter_context(_opened(store, content_id)))
-        app = piece_app(PieceServer(shelf, configuration.settings), credential)
-        run_until_signal(_serve(app, host, port, configuration.settings), drain_s=configuration.settings.drain_s)
-
-
-async def _serve(app: Any, host: str, port: int, settings: Settings) -> None:
-    from shardline.transport.http_server import serve
-
-    server = await serve(app, settings=settings, host=host, port=port, lifespan="off")
-    try:
-        click.echo(f"{server.url}: others fetch with --from {server.url}")
-        await asyncio.Event().wait()
-    finally:
-        await server.stop()
 
 
 @contextlib.contextmanager
@@ -274,16 +226,6 @@ def _holding(store: Store, content_id: str) -> dict[str, Any]:
     with _opened(store, content_id) as found:
         answer: dict[str, Any] = msgspec.to_builtins(found.holding())
         return answer
-
-
-def _piece_files(found: StoredArtifact) -> list[PieceFile]:
-    from shardline.transport.piece_client import PieceFile
-
-    manifest = found.bundle.manifest
-    return [
-        PieceFile(entry.pieces_root, entry.size, manifest.piece_length, manifest.torrent_path(entry))
-        for entry in manifest.files
-    ]
 
 
 def _layers(ranges: list[list[int]]) -> str:

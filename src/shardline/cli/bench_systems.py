@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from shardline.cli.bench_load import decode_rate, run_streams
-from shardline.cli.cluster import Cluster, GlobalFlags, first_model_of, planned
+from shardline.cli.cluster import Cluster, first_model_of, planned
+from shardline.cli.cluster_parts import GlobalFlags
 from shardline.cli.config import resolve
 from shardline.cli.invocation import credential_of
 from shardline.cli.supervisor import Child, Supervisor

@@ -10,100 +10,34 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardline.cli.cluster_parts import (
+    GlobalFlags,
+    Plan,
+    artifact_arguments,
+    gateway_part,
+    node_parts,
+    seeder_part,
+    tracker_part,
+)
 from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for, shared_out
 from shardline.cli.invocation import Invocation, environment, pass_invocation
-from shardline.cli.roles import LISTEN_HELP, tls_options
+from shardline.cli.offering import offering
+from shardline.cli.roles import LISTEN_HELP, files_option, tls_options
 from shardline.cli.values import LayerRanges, ListenAddress, check_cover
 
 if TYPE_CHECKING:
     from shardline.cli.client import Endpoint
     from shardline.cli.config import Configuration
-    from shardline.cli.supervisor import Child, Part, Supervisor
+    from shardline.cli.supervisor import Child, Supervisor
 
-GATEWAY_WAVE, NODE_WAVE, TRACKER_WAVE = 0, 1, 2
-"""The Gateway ends first, so that clients hear of it; the Tracker last, so that Nodes can take their leave."""
 START_S = 30.0
 ANSWER = {"max_tokens": 120, "temperature": 0}
 QUESTION = "What is a shard, in one sentence?"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a cluster on this machine consists of."""
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    tracker_port: int = 0
-    api_keys_file: str | None = None
-    insecure_plain_http: bool = False
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    listen: str | None = None
-    """Where other machines reach the Tracker, over HTTPS; None: nowhere."""
-    advertise: str | None = None
-    model: Path | None = None
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-    """Layers of each Node; none: no Nodes are started."""
-    node_arguments: tuple[str, ...] = ()
-    """Flags that all Nodes get."""
-    node_flags_given: tuple[str, ...] = ()
-    """Those of them that a person gave."""
-
-    def words(self, command: str) -> str:
-        """The cluster in a few words: `up model.gguf`."""
-        return f"{command} {self.model.name}" if self.model else command
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalFlags:
-    """What stands in front of the command of every part."""
-
-    given: list[str]
-    """As a person gave them."""
-    added: list[str]
-    """Ours."""
-
-    @property
-    def all(self) -> list[str]:
-        return [*self.given, *self.added]
-
-
-def tracker_part(plan: Plan, flags: GlobalFlags) -> Part:
-    from shardline.cli.supervisor import Part
-
-    arguments = [*flags.all, "tracker", "--port", str(plan.tracker_port)]
-    arguments += ["--listen", plan.listen] if plan.listen else []
-    arguments += ["--advertise", plan.advertise] if plan.advertise else []
-    return Part("tracker", tuple(arguments), TRACKER_WAVE)
-
-
-def gateway_part(plan: Plan, flags: GlobalFlags, tracker_url: str) -> Part:
-    from shardline.cli.supervisor import Part
-
-    arguments = [*flags.all, "gateway", "--tracker", tracker_url, "--host", plan.host, "--port", str(plan.port)]
-    arguments += ["--api-keys", plan.api_keys_file] if plan.api_keys_file else []
-    arguments += ["--insecure-plain-http"] if plan.insecure_plain_http else []
-    for flag, path in (("--tls-cert", plan.tls_cert), ("--tls-key", plan.tls_key)):
-        arguments += [flag, str(path)] if path else []
-    return Part("gateway", tuple(arguments), GATEWAY_WAVE)
-
-
-def node_parts(plan: Plan, flags: GlobalFlags, tracker_url: str) -> list[Part]:
-    from shardline.cli.supervisor import Part
-
-    parts = []
-    for number, (first, last) in enumerate(plan.ranges, 1):
-        node = ("node", "--model", str(plan.model), "--tracker", tracker_url, "--layers", f"{first}:{last}")
-        arguments = (*flags.all, *node, *plan.node_arguments)
-        by_hand = (*flags.given, *node, *plan.node_flags_given)
-        parts.append(Part(f"node-{number}", arguments, NODE_WAVE, by_hand))
-    return parts
 
 
 class Cluster:
@@ -116,6 +50,7 @@ class Cluster:
         self._nodes: list[Child] = []
         self._gateway: Child | None = None
         self._tracker: Child | None = None
+        self._seeder: Child | None = None
         self._flags = GlobalFlags(given=[], added=[])
         self.gateway_url = ""
         self.tracker_url = ""
@@ -134,6 +69,11 @@ class Cluster:
         return f" --gateway {self.gateway_url}", f" --tracker {self.tracker_url}"
 
     @property
+    def offers(self) -> list[str]:
+        """The artifacts that the seeder gives away, a line each."""
+        return [] if self._seeder is None else list(self._seeder.offers)
+
+    @property
     def endpoint(self) -> Endpoint:
         from shardline.cli.client import Endpoint
 
@@ -150,6 +90,9 @@ class Cluster:
         gateway = self._gateway = supervisor.start(gateway_part(plan, flags, self.tracker_url))
         self._nodes = [supervisor.start(part) for part in node_parts(plan, flags, self.tracker_url)]
         supervisor.until_ready([gateway], within_s=START_S)
+        if plan.artifacts:
+            self._seeder = supervisor.start(seeder_part(plan, flags, self.tracker_url))
+            supervisor.until_ready([self._seeder], within_s=configuration.settings.worker_start_s)
         supervisor.until_ready(self._nodes, within_s=configuration.settings.worker_start_s)
         self.gateway_url = str(gateway.url)
 
@@ -180,6 +123,8 @@ class Cluster:
     def _consequence(self, child: Child, dead: list[Child]) -> str:
         if child is self._tracker:
             return "Running sessions go on; the Gateway answers new requests with 503 until the Tracker is back."
+        if child is self._seeder:
+            return "Nodes that run go on; those that still fetch get only what other Nodes have, until it is back."
         ranges = dict(zip(self._nodes, self._plan.ranges, strict=True))
         first, last = ranges[child]
         held = {n for c, (low, high) in ranges.items() if c not in dead for n in range(low, high)}
@@ -197,7 +142,8 @@ class Cluster:
 
         given = [("--listen", self._plan.listen), ("--advertise", self._plan.advertise)]
         keys = [word for flag, value in given if value for word in (flag, value)]
-        return (*self._flags.given, "tracker", "--port", str(split_url(self.tracker_url).port), *keys)
+        port = str(split_url(self.tracker_url).port)
+        return (*self._flags.given, "tracker", "--port", port, *keys, *artifact_arguments(self._plan))
 
 
 @click.command()
@@ -249,22 +195,31 @@ def up(
 @click.option("--api-keys", "api_keys_file", metavar="FILE", help="Keys that clients must send, one a line.")
 @tls_options
 @click.option("--insecure-plain-http", is_flag=True, help="Allow a --host beyond loopback, over unencrypted HTTP.")
+@offering
+@files_option
+@click.option("--seed-port", type=click.IntRange(0, 65535), default=0, show_default=True,
+              help="Port by which Nodes fetch from this machine; 0: any free one.")  # fmt: skip
 @pass_invocation
 def serve(invocation: Invocation, /, **flags: Any) -> None:
     """Run a Tracker and a Gateway, as two processes.
 
     Nodes of this machine join with `shardline node --tracker URL --model PATH`. With --listen ADDRESS other machines
-    join, each by a line that is printed here.
+    join, each by a line that is printed here. With --artifact DIR Nodes fetch their layers from here and from one
+    another, and need no --model.
     """
 
     def ready(cluster: Cluster) -> None:
         click.echo(f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}")
         own = shlex.join((command_name(), *invocation.finding_arguments()))
+        offers = cluster.offers
+        if offers:
+            click.echo("\n".join(("Offers to Nodes, which need no file of it:", *(f"  {line}" for line in offers))))
         if flags["listen"]:
-            click.echo(f"Another line for joining: {own} invite\nCtrl-C ends both.")
-            cluster.on_invitation(lambda line: click.echo(invitation_text(line)))
+            click.echo(f"Another line for joining: {own} invite\nCtrl-C ends all.")
+            cluster.on_invitation(lambda line: click.echo(invitation_text(line, needs_model=not offers)))
             return
-        click.echo(f"Add Nodes: {own} node --tracker {cluster.tracker_url} --model PATH\nCtrl-C ends both.")
+        more = "" if offers else " --model PATH"
+        click.echo(f"Add Nodes: {own} node --tracker {cluster.tracker_url}{more}\nCtrl-C ends all.")
 
     run_cluster(invocation, Plan(**flags), ready, command="serve")
 
@@ -316,11 +271,12 @@ def demo(
     run_cluster(invocation, plan, ask, command="demo", once=once)
 
 
-def invitation_text(line: str) -> str:
+def invitation_text(line: str, *, needs_model: bool = True) -> str:
     """The line for the next machine, alone on its line."""
     from shardline.cli.process import join_command
 
-    return f"\nOn the next machine (it works once; add --model PATH):\n  {join_command(line)}"
+    more = "; add --model PATH" if needs_model else ""
+    return f"\nOn the next machine (it works once{more}):\n  {join_command(line)}"
 
 
 def planned(

@@ -19,11 +19,12 @@ ENGINE_HELP = (
 _LLAMA_PACKAGE = "llama_cpp"
 
 
-def engine_for(model: Path, asked: str | None) -> str:
-    """The engine that was asked for, or the one that fits the model at `model`."""
+def engine_for(model: Path | None, asked: str | None) -> str:
+    """The engine that was asked for, or the one that fits the model at `model`; of None, which nobody has seen yet,
+    that of most: GGUF files."""
     if asked is not None:
         return asked
-    if model.is_file() and importlib.util.find_spec(_LLAMA_PACKAGE) is not None:
+    if (model is None or model.is_file()) and importlib.util.find_spec(_LLAMA_PACKAGE) is not None:
         return "llama"
     return "torch"
 

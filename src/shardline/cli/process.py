@@ -23,6 +23,16 @@ import uvloop
 from shardline.errors import ShardlineError
 from shardline.options import StartPhase
 
+COUNTED = ("loading", "fetching", "verifying")
+"""Phases that come often, each time a little further."""
+_TOLD = {
+    "chosen": "model {name} ({content_id}): {reason}",
+    "placed": "layers {first}:{last} of {n_layers} of {model}: {reason}",
+    "waiting": "waiting: {reason}",
+    "adopting": "looking for the files of {name}",
+    "offering": "offers {name} ({content_id}), {held} of {total} bytes",
+    "testing": "testing its layers",
+}
 FILES = 65_536
 FORCED_S = 6.0
 """A process that was told to stop has the drain time plus this long; then it ends the hard way."""
@@ -34,12 +44,12 @@ class Announcer:
     def __init__(self, name: str, *, supervised: bool) -> None:
         self.name = name
         self.supervised = supervised
-        self._last_percent = -1
+        self._last_news: tuple[str, int] = ("", -1)
 
     def __call__(self, phase: StartPhase, /, **facts: str | int) -> None:
         if self.supervised:
             _write(json.dumps({"phase": phase, **facts}))
-        elif phase != "loading" or self._is_news(facts):
+        elif self._is_news(phase, facts):
             _write(f"{self.name}: {in_words(phase, facts)}")
 
     def failed(self, error: ShardlineError) -> None:
@@ -48,13 +58,11 @@ class Announcer:
             facts = {"code": error.code, "message": error.message, "advice": error.advice}
             _write(json.dumps({"phase": "failed", **facts}))
 
-    def _is_news(self, facts: dict[str, str | int]) -> bool:
+    def _is_news(self, phase: str, facts: dict[str, str | int]) -> bool:
         """A line for every fifth of the way, not for every layer."""
         done, total = int(facts.get("done", 0)), max(1, int(facts.get("total", 1)))
-        fifth = 5 * done // total
-        news = fifth != self._last_percent
-        self._last_percent = fifth
-        return news
+        last, self._last_news = self._last_news, (phase, 5 * done // total)
+        return phase not in COUNTED or last != self._last_news
 
 
 def _write(line: str) -> None:
@@ -74,11 +82,31 @@ def in_words(phase: str, facts: dict[str, Any]) -> str:
         return f"listening on {facts.get('url', '?')}"
     if phase == "inviting":
         return f"to join from another machine:\n  {join_command(str(facts.get('line', '?')))}"
-    if phase == "loading" and "total" in facts:
-        return f"loading {_share(int(facts.get('done', 0)), int(facts['total']))}"
-    if phase == "testing":
-        return "testing its layers"
-    return phase
+    if phase in COUNTED and "total" in facts:
+        return _counted(phase, facts)
+    told = _TOLD.get(phase)
+    return phase if told is None else told.format_map(_Facts(facts))
+
+
+def _counted(phase: str, facts: dict[str, Any]) -> str:
+    """How far something is; of a fetch also how fast, from where and how long it will take."""
+    words = f"{phase} {_share(int(facts.get('done', 0)), int(facts['total']))}"
+    if phase == "verifying":
+        return f"{words} pieces"
+    if facts.get("bytes_per_s"):
+        words += f", {int(facts['bytes_per_s']) / 1e6:.1f} MB/s"
+    if "source" in facts:
+        words += f", from {facts['source']}"
+    if "seconds_left" in facts:
+        words += f", {facts['seconds_left']} s left"
+    return words
+
+
+class _Facts(dict[str, Any]):
+    """What an announcement lacks is shown as such."""
+
+    def __missing__(self, key: str) -> str:
+        return "?"
 
 
 def join_command(line: str, part: str = "node") -> str:

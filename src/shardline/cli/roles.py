@@ -47,13 +47,12 @@ def listener(port: int, port_help: str) -> Callable[[Callable[..., Any]], Callab
     return add
 
 
-trust_option = click.option(
+_trust_option = click.option(
     "--trust",
-    "public_keys",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="PUB.PEM",
-    help="Believe only artifacts that this publisher signed. Repeatable.",
+    metavar="PEM",
+    help="Public key of a publisher: take no artifact without the signature of one [default: what the Tracker names].",
 )
 files_option = click.option(
     "--files",
@@ -63,21 +62,6 @@ files_option = click.option(
     metavar="FOLDER",
     help="Look there for files of the model, too. Repeatable.",
 )
-
-
-def key_files(paths: tuple[Path, ...]) -> tuple[bytes, ...]:
-    """Public keys in PEM, each checked; raises `invalid_value`."""
-    from shardline.artifact.signing import KEY_BYTES_LIMIT, read_public_key
-
-    keys = []
-    for path in paths:
-        with path.open("rb") as file:
-            keys.append(file.read(KEY_BYTES_LIMIT))
-        try:
-            read_public_key(keys[-1])
-        except ShardlineError as error:
-            raise ShardlineError(error.code, f"{path}: {error.message}", param="trust", advice=error.advice) from None
-    return tuple(keys)
 
 
 def _held_elsewhere() -> tuple[Path, ...]:
@@ -215,7 +199,7 @@ def gateway(
     help="GGUF file or safetensors folder [default: what the Tracker offers, fetched as far as it is needed].",
 )
 @click.option("--artifact", metavar="NAME", help="Which of the offered ones, by content_id or name.")
-@trust_option
+@_trust_option
 @files_option
 @click.option("--no-adopt", is_flag=True, help="Leave what other programs of this machine hold of it alone.")
 @click.option(
@@ -266,7 +250,7 @@ def node(
     identity_path: Path | None,
     engine: str | None,
     model: str | None,
-    public_keys: tuple[Path, ...],
+    trust: tuple[Path, ...],
     folders: tuple[Path, ...],
     no_adopt: bool,
     **given: Any,
@@ -281,7 +265,6 @@ def node(
 
     if model is None and engine == "scripted":
         raise click.UsageError("--engine scripted needs its script: --model PATH")
-
     check_one_tracker(line, tracker_url)
     configuration = invocation.configuration(tracker=tracker_url)
     tracker_url = joined_url(line) if line is not None else configuration.url("tracker")
@@ -308,7 +291,7 @@ def node(
             model=model,
             engine=engine_for(None if model is None else Path(model), engine),
             engine_is_default=engine is None,
-            trusted_keys=key_files(public_keys),
+            trusted_keys=trusted_keys(trust),
             look_in=folders if no_adopt else (*folders, *_held_elsewhere()),
             identity_path=None if identity_path is None else with_room(identity_path),
             **given,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any, TextIO
 
-from shardline.cli.process import in_words
+from shardline.cli.process import COUNTED, in_words
 from shardline.cli.supervisor import Child
 
 
@@ -54,7 +54,7 @@ class StartView:
 
     def _is_worth_a_line(self, child: Child) -> bool:
         """Where lines stay: a line for every fifth of the layers, not for each."""
-        if child.phase != "loading":
+        if child.phase not in COUNTED:
             return True
         done, total = int(child.facts.get("done", 0)), max(1, int(child.facts.get("total", 1)))
         fifth = 5 * done // total

@@ -61,6 +61,8 @@ class Child:
         self._unread = b""
         self.line = ""
         """For joining, as the part announced it last; a Tracker with cluster keys does."""
+        self.offers: list[str] = []
+        """What it gives to Nodes, in words; a seeder does."""
         self._on_line: Callable[[str], None] | None = None
 
     def on_line(self, say: Callable[[str], None]) -> None:
@@ -98,6 +100,10 @@ class Child:
             said = json.loads(line)
             phase = said.pop("phase")
         except (ValueError, KeyError, AttributeError, TypeError):
+            return False
+        if phase == "offering":
+            name, content_id, total = (said.get(key, "?") for key in ("name", "content_id", "total"))
+            self.offers.append(f"{name} ({content_id}), {total} bytes")
             return False
         if phase == "inviting":
             # News for people, and no phase of the part's life.

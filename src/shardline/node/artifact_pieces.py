@@ -125,9 +125,17 @@ class ArtifactPieces:
                 failure = error
             finally:
                 naming.cancel()
-                self._banned |= {source.name for source in fetch.progress().sources if source.state == "banned"}
+                self._account(fetch.progress())
         if failure is not None:
             raise failure
+
+    def _account(self, told: FetchProgress) -> None:
+        """Who gave what, at the end of a fetch."""
+        self._banned |= {source.name for source in told.sources if source.state == "banned"}
+        given = {source.name: source.fetched_bytes for source in told.sources if source.fetched_bytes}
+        log.info(
+            "pieces_fetched", bytes=told.fetched_bytes, of=told.total_bytes, sources=given, banned=sorted(self._banned)
+        )
 
     async def _name_sources(self, known: _Known) -> None:
         while True:
@@ -195,4 +203,3 @@ class _Known:
             if source.name not in self._banned and (since is None or again):
                 self._since[named.url] = now
                 self._fetch.add(source)
-

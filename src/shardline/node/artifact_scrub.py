@@ -26,13 +26,11 @@ async def scrub_often(
     *,
     at_once: bool = False,
 ) -> None:
-    """One round every `scrub_interval_s` (0: none) after `begin`, until cancelled; `at_once`: the first one then.
+    """One round every `scrub_interval_s` after `begin`, until cancelled; `at_once`: the first one then.
 
     `damaged` is called after a round that found pieces that are no longer what they were. What goes wrong is logged.
     """
     await begin.wait()
-    if not settings.scrub_interval_s:
-        return
     if not at_once:
         await asyncio.sleep(settings.scrub_interval_s)
     while True:

@@ -44,6 +44,7 @@ AUTHORITY_S = 10 * 365 * 86400.0
 CLOCK_SKEW_S = 300.0
 """A certificate is valid a little before it was made: clocks of two machines differ."""
 PEM_LIMIT = 16 << 10
+ANY_TORRENT = "*"
 _URI = "shardline:"
 GATEWAY_URI = f"{_URI}gateway:"
 
@@ -152,6 +153,8 @@ class Authority:
         """A certificate (PEM) for the holder of `key`, as `party`, for `seconds`; `addresses`: where it was seen."""
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri_of(party))]
         names += [_address(host) for host in dict.fromkeys(addresses)]
+        # BitTorrent asks for the name of the torrent here. No browser or client of HTTPS takes it for a host's.
+        names.append(x509.DNSName(ANY_TORRENT))
         usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
             _certificate(_name(party), self._certificate.subject, key, now, seconds)

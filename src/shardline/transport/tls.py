@@ -14,6 +14,7 @@ import os
 import ssl
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,20 @@ SHUTDOWN_S = 1.0
 """How long the end of a connection may wait for the other side's farewell."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pems:
+    """What a party believes and shows, for programs that make contexts of their own."""
+
+    authority: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
+
+
 class ClusterTls:
     """The two contexts of one party. Without `certificate` and `key` (PEM) it can only call, and shows nothing."""
 
     def __init__(self, authority: bytes, certificate: bytes = b"", key: bytes = b"") -> None:
+        self.pems = Pems(authority, certificate, key)
         self.client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         # Not the host name: which party answers is checked against the certificate after the handshake.
         self.client.check_hostname = False
@@ -55,6 +66,7 @@ class ClusterTls:
             with _readable(key + certificate) as path:
                 for context in (self.client, self._server):
                     context.load_cert_chain(path)
+            self.pems = Pems(self.pems.authority, certificate, key)
         except ssl.SSLError as error:
             raise ShardlineError("internal", f"the certificate is not usable: {error.reason}") from None
         except OSError as error:

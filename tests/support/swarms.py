@@ -78,7 +78,8 @@ async def member(
     async with asyncio.TaskGroup() as group:
         task = group.create_task(swarm.run())
         try:
-            await until(lambda: swarm.port is not None or swarm.off is not None)
+            async with asyncio.timeout(WAIT_S):
+                await swarm.settled.wait()
             yield made
         finally:
             named.members.pop(name, None)

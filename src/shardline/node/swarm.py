@@ -55,6 +55,8 @@ class Swarm:
         over HTTP: what BitTorrent moved is taken from them. `on_banned`: a Node that gave a wrong piece."""
         self.port: int | None = None
         """For others: `Advertisement.bittorrent_port`. None while nothing listens."""
+        self.settled = asyncio.Event()
+        """Set once it listens, or will not."""
         self._last_port = 0
         self.off = _why_not(host, tls)
         """Why there is no BitTorrent here; None: there is."""
@@ -112,8 +114,9 @@ class Swarm:
         return None if self._process is None else self._process.pid
 
     async def run(self) -> None:
-        """Until cancelled; where BitTorrent cannot be spoken it says so once and waits."""
+        """Until cancelled; where BitTorrent cannot be spoken, or not any more, it says so once and returns."""
         if self.off is not None:
+            self.settled.set()
             log.info("bittorrent_off", reason=self.off, goes_on="pieces come over HTTP")
             return
         async with asyncio.TaskGroup() as group:
@@ -161,6 +164,7 @@ class Swarm:
             async with torrent_process(begin, self._environment) as process:
                 self._process = process
                 self.port = self._last_port = process.port
+                self.settled.set()
                 self._news.set()
                 await self._tend(process)
                 async for report in process.reports():
@@ -188,6 +192,7 @@ class Swarm:
     def _give_up(self, reason: str) -> None:
         log.error("bittorrent_given_up", reason=reason, goes_on="pieces come over HTTP")
         self.off = reason
+        self.settled.set()
 
     def _take(self, report: Report) -> None:
         if isinstance(report, Alive | Listening):

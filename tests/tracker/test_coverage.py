@@ -64,6 +64,16 @@ def test_a_group_lacks_nothing_exactly_when_it_has_a_route(case: tuple[list[Cand
     assert (missing_of(graph) == ()) == (graph.best() is not None)
 
 
+def test_nodes_of_several_engines_are_told_that_they_do_not_add_up() -> None:
+    group = [candidate("a", 0, 15, engine_class="llama/1"), candidate("b", 15, 30, engine_class="torch-f32")]
+    loading = candidate("c", 15, 30, engine_class="scripted/loading", barred="loading")
+    with pytest.raises(ShardlineError) as refused:
+        choose([*group, loading], NO_LINKS, Query(), "tiny")
+    told = "layers 15:30 of 30 are missing; of engine class torch-f32 0:15 are missing, and no route mixes"
+    assert told in refused.value.message and "scripted" not in refused.value.message
+    assert "node --engine" in refused.value.advice
+
+
 def test_unknown_model_and_model_that_is_not_whole() -> None:
     group = [candidate("a", 0, 10), candidate("b", 10, 20, barred="loading"), candidate("c", 20, 30)]
     with pytest.raises(ShardlineError) as unknown:

@@ -185,6 +185,19 @@ def test_one_identity_at_two_addresses_is_refused_while_the_first_beats(registry
     assert registry.nodes[first.id].info.url == second.url
 
 
+def test_who_is_expelled_is_listed_as_such_until_that_is_taken_back(registry: Registry) -> None:
+    node = join(registry, 0, 30)
+    registry.expel(node.id, 1.0)
+    record = registry.nodes[node.id]
+    assert (record.state, record.reason, record.beats) == ("expelled", "the operator has thrown it out", False)
+    assert all(found.barred is not None for found in registry.candidates())
+    registry.expel(node.id, 2.0, undo=True)
+    assert record.state == "expired"
+    admit(registry, node, 3.0)
+    assert registry.nodes[node.id].state == "ready"
+    registry.expel("n-unknown", 4.0)
+
+
 def test_nodes_are_bounded_and_expired_ones_make_room(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "NODE_LIMIT", 2)
     old, young = join(registry, 0, 15), join(registry, 15, 30, now=1.0)

@@ -161,8 +161,7 @@ class _Endpoints:
 
     def expel(self, enrolment: Enrolment, party: str, *, undo: bool) -> Expulsion:
         answer = enrolment.expel(party, undo=undo)
-        if not undo:
-            self._state.drop(party)
+        self._state.drop(party, undo=undo)
         return answer
 
     async def healthz(self, request: Request) -> Response:

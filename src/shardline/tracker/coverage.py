@@ -27,6 +27,8 @@ from shardline.tracker.selection import (
 from shardline.wire.messages import ModelInfo, Peer
 
 Ranges = tuple[tuple[int, int], ...]
+_ENGINES_TOLD = 3
+_ONE_ENGINE = "Start Nodes for the missing layers of one engine class (node --engine): Nodes of others do not help it."
 RETRY_AFTER_S = 2
 """When to ask again for a model that is not whole: a Node that starts or returns needs about two heartbeats."""
 
@@ -214,13 +216,17 @@ def _unavailable(model: str, graphs: dict[GroupKey, RouteGraph], advice: str | N
     blocked = sorted(set(graphs[key].blocked))
     ranges = ", ".join(f"{first}:{last}" for first, last in lacks[key])
     message = f"no whole route for model {model!r:.200}: layers {ranges} of {key.n_layers} are missing"
+    others = [k for k in sorted(lacks) if k.content_id == key.content_id and k != key and not is_unloaded(k)]
+    for other in others[:_ENGINES_TOLD]:
+        ranges = ", ".join(f"{first}:{last}" for first, last in lacks[other])
+        message += f"; of engine class {other.engine_class} {ranges} are missing, and no route mixes engine classes"
     if blocked:
         message += f"; {blocked[0].source} does not reach {blocked[0].to} ({blocked[0].reason})"
     return ShardlineError(
         "model_unavailable",
         message,
         param="model",
-        advice=advice,
+        advice=advice or (_ONE_ENGINE if others else None),
         missing=[list(r) for r in lacks[key]],
         content_id=key.content_id,
         engine_class=key.engine_class,

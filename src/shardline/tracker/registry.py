@@ -80,6 +80,8 @@ class NodeRecord:
     """When it was heard to leave, or found to be silent."""
     leaving: bool = False
     """It has said so; what follows is no loss."""
+    expelled: bool = False
+    """The operator has thrown it out."""
     fault: Fault | None = None
     given: dict[str, Given] = field(default_factory=dict)
     """Route id -> session, of those that the Node's own figures do not hold yet."""
@@ -97,6 +99,8 @@ class NodeRecord:
 
     @property
     def state(self) -> str:
+        if self.expelled:
+            return "expelled"
         if not self.beats:
             return "left" if self.leaving else "expired"
         if self.leaving:
@@ -106,6 +110,8 @@ class NodeRecord:
     @property
     def reason(self) -> str | None:
         """Why this Node takes no new sessions; None when it does."""
+        if self.expelled:
+            return "the operator has thrown it out"
         if not self.beats:
             return "it has left" if self.leaving else "it is silent"
         if self.leaving:
@@ -288,6 +294,13 @@ class Registry:
         """A Node was found to be gone before its deadline; one that has registered since is another."""
         if self.nodes.get(node_id) is record:
             record.gone_at = now
+
+    def expel(self, node_id: str, now: float, *, undo: bool = False) -> None:
+        """The operator has thrown a Node out, or lets it come back: until then it counts as silent."""
+        record = self.nodes.get(node_id)
+        if record is not None:
+            record.expelled = not undo
+            record.gone_at = now if record.beats else record.gone_at
 
     def excuse(self, paused_s: float) -> None:
         """The Tracker itself stood still for `paused_s`: no Node could be heard, so every deadline moves by it."""

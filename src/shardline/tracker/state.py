@@ -248,12 +248,9 @@ class TrackerState:
         self.registry.leave(node_id, now)
         log.info("node_left", node=node_id)
 
-    def drop(self, node_id: str) -> None:
+    def drop(self, node_id: str, *, undo: bool = False) -> None:
         """No new session goes to this Node from now on. The caller sees to it that it does not come back."""
-        record = self.registry.nodes.get(node_id)
-        if record is not None and record.beats:
-            self.registry.expire(node_id, record, self.clock.monotonic())
-            log.warning("node_dropped", node=node_id)
+        self.registry.expel(node_id, self.clock.monotonic(), undo=undo)
 
     def nodes(self) -> dict[str, Any]:
         """`GET /v1/nodes`."""

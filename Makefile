@@ -10,6 +10,8 @@ BIN := .venv/bin
 export TORCH_INDEX ?=
 # From where pip takes llama-cpp-python ready-made; empty: it is compiled, once.
 export LLAMA_INDEX ?=
+# Tests start some thousand Pythons: what each has compiled is kept, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench docs proofs faults soak clean python
@@ -25,9 +27,9 @@ demo: python ## Set up, start a Tracker, a Gateway and two Nodes, ask one questi
 	@$(PYTHON) scripts/prepare.py demo --port $(PORT)
 	@$(BIN)/python -m shardline demo --nodes $(NODES) --port $(PORT) --question '$(subst ','\'',$(QUESTION))' $(if $(ONCE),--once)
 
-test: check ## Set up, then lint, types, import rules, tests (ARGS goes to pytest)
+test: check ## Set up, then lint, types, import rules, all tests side by side (ARGS='-k word -x --pdb': those, in one process)
 	@echo "== tests"
-	@$(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),--numprocesses auto --dist loadfile --no-loadscope-reorder)
 
 check: python ## Set up, then all that needs no test run: lint, types, import rules, sizes, generated pages
 	@$(PYTHON) scripts/prepare.py test

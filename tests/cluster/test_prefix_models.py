@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.support.reuse import check_reuse, completed
 pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(400)]
 TWO, THREE = ("0:15", "15:30"), ("0:10", "10:20", "20:30")
 ROUTES = [
-    pytest.param(engine, layers, id=f"{engine}-{len(layers)}", marks=getattr(pytest.mark, engine))
+    pytest.param((engine, layers), id=f"{engine}-{len(layers)}", marks=getattr(pytest.mark, engine))
     for engine in ("torch", "llama")
     for layers in (TWO, THREE)
 ]
@@ -44,16 +44,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"torch": demo_model(), "llama": decoded}
 
 
-@asynccontextmanager
-async def routes(folder: Path, model: Path, engine: str, layers: tuple[str, ...]) -> AsyncIterator[tuple[Cluster, str]]:
+@dataclass(frozen=True)
+class Routed:
     """A cluster, and a second Gateway of it that reuses nothing: the same Nodes compute the whole prompt."""
-    arguments = ("--threads", "1", "--kv-tokens", "4096")
-    async with model_cluster(folder, model, layers=layers, engine=engine, node_arguments=arguments) as cluster:
+
+    cluster: Cluster
+    plain_url: str
+    engine: str
+
+
+@pytest.fixture(scope="module")
+async def routed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
+) -> AsyncIterator[Routed]:
+    """One for all tests of a route."""
+    engine, layers = request.param
+    folder, arguments = tmp_path_factory.mktemp(engine), ("--threads", "1", "--kv-tokens", "4096")
+    async with model_cluster(folder, models[engine], layers=layers, engine=engine, node_arguments=arguments) as cluster:
         reusing = cluster.gateway
         cluster.settings = {"prefix_sessions": 0}
         plain = (await cluster.start_gateway()).url
         cluster.gateway = reusing
-        yield cluster, plain
+        yield Routed(cluster, plain, engine)
 
 
 async def ids_of(cluster: Cluster, text: str) -> list[int]:
@@ -76,59 +88,55 @@ def check_same(answer: Json, plain: Json, tie: float) -> None:
     assert len(found["tokens"]) == len(wanted["tokens"])
 
 
-@pytest.mark.parametrize(("engine", "layers"), ROUTES)
-async def test_second_turns_compute_the_rest_and_say_the_same(
-    tmp_path: Path, models: dict[str, Path], engine: str, layers: tuple[str, ...]
-) -> None:
-    async with routes(tmp_path, models[engine], engine, layers) as (cluster, plain_url):
-        first = await ids_of(cluster, TEXT)
+@pytest.mark.parametrize("routed", ROUTES, indirect=True)
+async def test_second_turns_compute_the_rest_and_say_the_same(routed: Routed) -> None:
+    cluster = routed.cluster
+    first = await ids_of(cluster, TEXT)
 
-        async def both(prompt: list[int], cached: int, reason: str | None = None, **more: Any) -> Json:
-            plain = await completed(cluster, prompt, 24, logprobs=2, url=plain_url, **more)
-            check_reuse(plain, 0, OFF)
-            answer = await completed(cluster, prompt, 24, logprobs=2, **more)
-            check_reuse(answer, cached, reason)
-            check_same(answer, plain, TIES[engine])
-            await cluster.until_free()
-            return answer
+    async def both(prompt: list[int], cached: int, reason: str | None = None, **more: Any) -> Json:
+        plain = await completed(cluster, prompt, 24, logprobs=2, url=routed.plain_url, **more)
+        check_reuse(plain, 0, OFF)
+        answer = await completed(cluster, prompt, 24, logprobs=2, **more)
+        check_reuse(answer, cached, reason)
+        check_same(answer, plain, TIES[routed.engine])
+        await cluster.until_free()
+        return answer
 
-        one = await both(first, 0, "nothing kept of this prompt")
-        said = await ids_of(cluster, one["text"])
-        second = [*first, *said, *await ids_of(cluster, QUESTION)]
-        # What the engine computed of the first turn: its prompt, and all of its answer but the last token.
-        computed = [*first, *said[:23]]
-        whole = 32 * (len(computed) // 32)
-        assert whole > 32
-        await both(second, whole)
-        again = 32 * ((len(second) - 1) // 32)
-        await both(second, again)
-        await both(second, again, **PENALTIES)
-        diverging = [*second[:45], *await ids_of(cluster, " pottery, and nothing else. Why?" + QUESTION)]
-        await both(diverging, 32)
-        for number in range(len(layers)):
-            kv = await cluster.kv(number)
-            assert (kv["used_tokens"], kv["reserved_tokens"]) == (0, 0)
-            assert 0 < kv["cached_tokens"] <= 1024
+    one = await both(first, 0, "nothing kept of this prompt")
+    said = await ids_of(cluster, one["text"])
+    second = [*first, *said, *await ids_of(cluster, QUESTION)]
+    # What the engine computed of the first turn: its prompt, and all of its answer but the last token.
+    computed = [*first, *said[:23]]
+    whole = 32 * (len(computed) // 32)
+    assert whole > 32
+    await both(second, whole)
+    again = 32 * ((len(second) - 1) // 32)
+    await both(second, again)
+    await both(second, again, **PENALTIES)
+    diverging = [*second[:45], *await ids_of(cluster, " pottery, and nothing else. Why?" + QUESTION)]
+    await both(diverging, 32)
+    for number in range(len(cluster.nodes)):
+        kv = await cluster.kv(number)
+        assert (kv["used_tokens"], kv["reserved_tokens"]) == (0, 0)
+        assert 0 < kv["cached_tokens"] <= 1024
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "llama")]
-)
-async def test_a_chat_as_clients_send_it(tmp_path: Path, models: dict[str, Path], engine: str) -> None:
+@pytest.mark.parametrize("routed", [route for route in ROUTES if route.id.endswith("-2")], indirect=True)
+async def test_a_chat_as_clients_send_it(routed: Routed) -> None:
     """Messages, not ids: the answer comes back as text, and is found again."""
-    async with routes(tmp_path, models[engine], engine, TWO) as (cluster, plain_url):
-        messages = [{"role": "user", "content": "Name three kinds of shards, each in one short sentence, and say why."}]
-        for turn in range(3):
-            body = {"model": cluster.model, "messages": messages, "max_tokens": 40, "temperature": 0}
-            plain, answer = [
-                (await cluster.http.post(f"{url}/v1/chat/completions", json=body)).json()
-                for url in (plain_url, cluster.gateway.url)
-            ]
-            assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
-            usage = answer["usage"]
-            had = usage["prompt_tokens_details"]["cached_tokens"]
-            assert (had > 0) == (turn > 0), (turn, usage)
-            assert usage["prompt_tokens"] - had < 80
-            messages += [answer["choices"][0]["message"], {"role": "user", "content": "Say more about the second one."}]
-            messages[-2].pop("refusal", None)
-            await cluster.until_free()
+    cluster = routed.cluster
+    messages = [{"role": "user", "content": "Name three kinds of shards, each in one short sentence, and say why."}]
+    for turn in range(3):
+        body = {"model": cluster.model, "messages": messages, "max_tokens": 40, "temperature": 0}
+        plain, answer = [
+            (await cluster.http.post(f"{url}/v1/chat/completions", json=body)).json()
+            for url in (routed.plain_url, cluster.gateway.url)
+        ]
+        assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+        usage = answer["usage"]
+        had = usage["prompt_tokens_details"]["cached_tokens"]
+        assert (had > 0) == (turn > 0), (turn, usage)
+        assert usage["prompt_tokens"] - had < 80
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "Say more about the second one."}]
+        messages[-2].pop("refusal", None)
+        await cluster.until_free()

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,56 +113,72 @@ async def pieces(cluster: Cluster) -> list[bytes]:
     return msgspec.msgpack.decode(answer.content, type=TextBundle).pieces
 
 
-@pytest.mark.parametrize("layers", [["0:30"], ["0:15", "15:30"], ["0:10", "10:20", "20:30"]], ids=["1", "2", "3"])
+@pytest.fixture(scope="module")
+async def two_nodes(tmp_path_factory: pytest.TempPathFactory, model_file: Path) -> AsyncIterator[Cluster]:
+    """One cluster for all tests with two Nodes, a proxy in front of Node 1. No session has anything of another."""
+    folder, settings = tmp_path_factory.mktemp("two"), {"prefix_sessions": 0}
+    async with model_cluster(folder, model_file, layers=["0:15", "15:30"], proxied=(1,), settings=settings) as cluster:
+        yield cluster
+
+
+async def check_answers(cluster: Cluster, reference: Reference) -> None:
+    vocabulary = await pieces(cluster)
+    for ids in (reference.tokenize(CHAT), long_prompt(reference)):
+        answer = await completed(cluster, ids, TOKENS)
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        check_same(answer["choices"][0]["text"], reference, ids, vocabulary)
+    prompts = [reference.tokenize(q) for q in QUESTIONS]
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(completed(cluster, ids, TOKENS)) for ids in prompts]
+    for ids, task in zip(prompts, running, strict=True):
+        check_same(task.result()["choices"][0]["text"], reference, ids, vocabulary)
+    assert await cluster.text("What is the capital of France?", max_tokens=8) == "The capital of France is Paris."
+    await cluster.until_free()
+
+
+@pytest.mark.parametrize("layers", [["0:30"], ["0:10", "10:20", "20:30"]], ids=["1", "3"])
 async def test_greedy_answers_are_those_of_transformers(
     tmp_path: Path, model_file: Path, reference: Reference, layers: list[str]
 ) -> None:
     async with model_cluster(tmp_path, model_file, layers=layers) as cluster:
-        vocabulary = await pieces(cluster)
-        for ids in (reference.tokenize(CHAT), long_prompt(reference)):
-            answer = await completed(cluster, ids, TOKENS)
-            assert answer["usage"]["prompt_tokens"] == len(ids)
-            check_same(answer["choices"][0]["text"], reference, ids, vocabulary)
-        prompts = [reference.tokenize(q) for q in QUESTIONS]
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(completed(cluster, ids, TOKENS)) for ids in prompts]
-        for ids, task in zip(prompts, running, strict=True):
-            check_same(task.result()["choices"][0]["text"], reference, ids, vocabulary)
-        assert await cluster.text("What is the capital of France?", max_tokens=8) == "The capital of France is Paris."
-        await cluster.until_free()
+        await check_answers(cluster, reference)
 
 
-async def test_what_crosses_the_seam(tmp_path: Path, model_file: Path, reference: Reference) -> None:
+async def test_greedy_answers_of_two_nodes_are_those_of_transformers(two_nodes: Cluster, reference: Reference) -> None:
+    await check_answers(two_nodes, reference)
+
+
+async def test_what_crosses_the_seam(two_nodes: Cluster, reference: Reference) -> None:
     """Counted by a proxy between the Nodes: one row a decode step, of the same size at position 10 and at 1,500; and
     what crosses is what the answer is made of."""
-    async with model_cluster(tmp_path, model_file, layers=["0:15", "15:30"], proxied=(1,)) as cluster:
-        proxy = cluster.proxies[1]
-        short = await completed(cluster, reference.tokenize(CHAT)[:10], 9, ignore_eos=True)
-        at_ten = proxy.seen.bodies[-8:]
-        first = len(proxy.seen.bodies)
-        long = await completed(cluster, long_prompt(reference), 9, ignore_eos=True)
-        at_1500 = proxy.seen.bodies[-8:]
-        assert at_ten == at_1500
-        assert max(at_ten) <= ROW + 512
-        counted = sum(proxy.seen.bodies[first:])
-        seam = (await cluster.session(long["session"]))["seams"][0]
-        assert abs(seam["prefill"]["bytes"] + seam["decode"]["bytes"] - counted) <= 0.01 * counted
-        assert (seam["prefill"]["rows"], seam["decode"]["rows"]) == (LONG_TOKENS, 8)
+    cluster = two_nodes
+    proxy = cluster.proxies[1]
+    short = await completed(cluster, reference.tokenize(CHAT)[:10], 9, ignore_eos=True)
+    at_ten = proxy.seen.bodies[-8:]
+    first = len(proxy.seen.bodies)
+    long = await completed(cluster, long_prompt(reference), 9, ignore_eos=True)
+    at_1500 = proxy.seen.bodies[-8:]
+    assert at_ten == at_1500
+    assert max(at_ten) <= ROW + 512
+    counted = sum(proxy.seen.bodies[first:])
+    seam = (await cluster.session(long["session"]))["seams"][0]
+    assert abs(seam["prefill"]["bytes"] + seam["decode"]["bytes"] - counted) <= 0.01 * counted
+    assert (seam["prefill"]["rows"], seam["decode"]["rows"]) == (LONG_TOKENS, 8)
 
-        ids = reference.tokenize(CHAT)
-        clean = await completed(cluster, ids, 6, ignore_eos=True)
-        for name, spoil in (("bit", _flip), ("zeros", _zero)):
-            proxy.rule = spoil
-            spoiled = await completed(cluster, ids, 6, ignore_eos=True)
-            proxy.rule = _clean
-            if name == "bit":
-                assert _logprobs(spoiled) != _logprobs(clean)
-            else:
-                assert spoiled["choices"][0]["text"] != clean["choices"][0]["text"]
-        again = await completed(cluster, ids, 6, ignore_eos=True)
-        assert (_logprobs(again), again["choices"][0]["text"]) == (_logprobs(clean), clean["choices"][0]["text"])
-        assert short["usage"]["completion_tokens"] == 9
-        await cluster.until_free()
+    ids = reference.tokenize(CHAT)
+    clean = await completed(cluster, ids, 6, ignore_eos=True)
+    for name, spoil in (("bit", _flip), ("zeros", _zero)):
+        proxy.rule = spoil
+        spoiled = await completed(cluster, ids, 6, ignore_eos=True)
+        proxy.rule = _clean
+        if name == "bit":
+            assert _logprobs(spoiled) != _logprobs(clean)
+        else:
+            assert spoiled["choices"][0]["text"] != clean["choices"][0]["text"]
+    again = await completed(cluster, ids, 6, ignore_eos=True)
+    assert (_logprobs(again), again["choices"][0]["text"]) == (_logprobs(clean), clean["choices"][0]["text"])
+    assert short["usage"]["completion_tokens"] == 9
+    await cluster.until_free()
 
 
 def _logprobs(answer: dict[str, Any]) -> list[float]:
@@ -187,33 +203,37 @@ async def _zero(number: int, body: bytes) -> list[bytes] | None:
     return [body[:-size] + bytes(size)]
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped", "worker killed", "gateway killed"])
-async def test_faults_on_the_real_engine(tmp_path: Path, model_file: Path, fault: str) -> None:
-    async with model_cluster(tmp_path, model_file, layers=["0:15", "15:30"]) as cluster:
-        async with cluster.streamed("Tell me a long story.", max_tokens=400) as stream:
-            await stream.read_tokens(2)
-            if fault == "worker killed":
-                psutil.Process(worker_pid(await cluster.node_info(1))).kill()
-            struck = time.monotonic()
-            if fault == "killed":
-                cluster.nodes[1].signal(signal.SIGKILL)
-            elif fault == "stopped":
-                cluster.nodes[1].signal(signal.SIGSTOP)
-            elif fault == "gateway killed":
-                cluster.gateway.signal(signal.SIGKILL)
-                await cluster.until_free(within_s=4.0)
-                return
-            await stream.read_all()
-        assert stream.error is not None and stream.error_at is not None
-        assert stream.error["code"] == ("engine_lost" if fault == "worker killed" else "node_lost")
-        assert stream.error_at - struck < (4.0 if fault == "stopped" else 2.0)
-        await cluster.until_free([0], within_s=2.0)
+@pytest.mark.parametrize("fault", ["stopped", "worker killed", "gateway killed", "killed"])
+async def test_faults_on_the_real_engine(two_nodes: Cluster, fault: str) -> None:
+    """The last one is the end of the cluster."""
+    cluster = two_nodes
+    async with cluster.streamed("Tell me a long story.", max_tokens=400) as stream:
+        await stream.read_tokens(2)
         if fault == "worker killed":
+            psutil.Process(worker_pid(await cluster.node_info(1))).kill()
+        struck = time.monotonic()
+        if fault == "killed":
+            cluster.nodes[1].signal(signal.SIGKILL)
+        elif fault == "stopped":
+            cluster.nodes[1].signal(signal.SIGSTOP)
+        elif fault == "gateway killed":
+            cluster.gateway.signal(signal.SIGKILL)
+            await cluster.until_free(within_s=4.0)
+            await cluster.start_gateway()
+            return
+        await stream.read_all()
+    assert stream.error is not None and stream.error_at is not None
+    assert stream.error["code"] == ("engine_lost" if fault == "worker killed" else "node_lost")
+    assert stream.error_at - struck < (4.0 if fault == "stopped" else 2.0)
+    await cluster.until_free([0], within_s=2.0)
+    if fault != "worker killed":
+        error = (await cluster.ask("Hello", max_tokens=1)).json()["error"]
+        assert (error["code"], error["missing"]) == ("model_unavailable", [[15, 30]])
+    if fault != "killed":
+        cluster.nodes[1].signal(signal.SIGCONT)
 
-            async def served() -> bool:
-                return (await cluster.ask("Hello", max_tokens=1)).status_code == 200
+        async def served() -> bool:
+            return (await cluster.ask("Hello", max_tokens=1)).status_code == 200
 
-            await until(served, 60)
-        else:
-            error = (await cluster.ask("Hello", max_tokens=1)).json()["error"]
-            assert (error["code"], error["missing"]) == ("model_unavailable", [[15, 30]])
+        await until(served, 60)
+        await cluster.until_free()

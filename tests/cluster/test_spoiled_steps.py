@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster, scripted_cluster, until
-from tests.support.step_proxy import Rule, pass_on
+from tests.support.step_proxy import Rule, Seen, pass_on
 
 SCRIPT: dict[str, Any] = {"answer": [f" t{i}" for i in range(30)], "layout": [["hidden", "F32", [64]]]}
 TEXT = "".join(f" t{i}" for i in range(30))
@@ -29,6 +29,22 @@ async def proxied(folder: Path, **more: Any) -> AsyncIterator[Cluster]:
     settings = {"push_s": 1.0, "prefill_chunk_max": 64, **more.pop("settings", {})}
     async with scripted_cluster(folder, layers=("0:3", "3:6"), script=script, settings=settings, proxied=(1,)) as it:
         yield it
+
+
+@pytest.fixture(scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """One cluster for all tests that its Nodes outlive. No session has anything of one before it."""
+    settings = {"step_s": 2.0, "prefix_sessions": 0}
+    async with proxied(tmp_path_factory.mktemp("running"), settings=settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Iterator[Cluster]:
+    """With a proxy that has seen nothing; it passes all on afterwards."""
+    running.proxies[1].seen = Seen()
+    yield running
+    running.proxies[1].rule = pass_on
 
 
 async def repeat(number: int, body: bytes) -> list[bytes]:
@@ -109,13 +125,12 @@ def changed(what: str) -> Rule:
 
 
 @pytest.mark.parametrize("rule", [repeat, delay, Old()], ids=["repeat", "delay", "old"])
-async def test_what_ordering_and_counting_make_harmless(tmp_path: Path, rule: Rule) -> None:
-    async with proxied(tmp_path) as cluster:
-        cluster.proxies[1].rule = rule
-        async with cluster.streamed(PROMPT) as stream:
-            await stream.read_all()
-        assert (stream.text, stream.error) == (TEXT, None)
-        await cluster.until_free()
+async def test_what_ordering_and_counting_make_harmless(cluster: Cluster, rule: Rule) -> None:
+    cluster.proxies[1].rule = rule
+    async with cluster.streamed(PROMPT) as stream:
+        await stream.read_all()
+    assert (stream.text, stream.error) == (TEXT, None)
+    await cluster.until_free()
 
 
 @pytest.mark.parametrize(
@@ -135,42 +150,40 @@ async def test_what_ordering_and_counting_make_harmless(tmp_path: Path, rule: Ru
     ids=["drop", "swap", "cut", "nan", "seq", "position", "token", "key", "hop", "cut-short"],
 )
 async def test_what_is_lost_or_changed_is_a_failure_and_never_a_wrong_token(
-    tmp_path: Path, rule: Rule, codes: set[str] | None
+    cluster: Cluster, rule: Rule, codes: set[str] | None
 ) -> None:
     """The text before is right; what follows is the right text or an error. The next request is served."""
-    async with proxied(tmp_path, settings={"step_s": 2.0}) as cluster:
-        cluster.proxies[1].rule = rule
-        async with cluster.streamed(PROMPT) as stream:
-            await stream.read_all()
-        if codes is None:
-            assert (stream.text, stream.error) == (TEXT, None)
-        else:
-            assert stream.error is not None, stream.text[:100]
-            assert stream.error["code"] in codes, stream.error
-            assert TEXT.startswith(stream.text), stream.text[:100]
-            assert len(stream.text) > 0
-            assert not stream.done
-        await cluster.until_free()
-        cluster.proxies[1].rule = pass_on
+    cluster.proxies[1].rule = rule
+    async with cluster.streamed(PROMPT) as stream:
+        await stream.read_all()
+    if codes is None:
+        assert (stream.text, stream.error) == (TEXT, None)
+    else:
+        assert stream.error is not None, stream.text[:100]
+        assert stream.error["code"] in codes, stream.error
+        assert TEXT.startswith(stream.text), stream.text[:100]
+        assert len(stream.text) > 0
+        assert not stream.done
+    await cluster.until_free()
+    cluster.proxies[1].rule = pass_on
 
-        async def served() -> bool:
-            # A Node that was reported is out until its next heartbeat.
-            return (await cluster.ask(PROMPT)).status_code == 200
+    async def served() -> bool:
+        # A Node that was reported is out until its next heartbeat.
+        return (await cluster.ask(PROMPT)).status_code == 200
 
-        await until(served, 10)
-        assert await cluster.text(PROMPT) == TEXT
+    await until(served, 10)
+    assert await cluster.text(PROMPT) == TEXT
 
 
 @pytest.mark.parametrize("what", ["bit", "zeros"])
-async def test_one_changed_bit_in_a_row_changes_what_follows(tmp_path: Path, what: str) -> None:
+async def test_one_changed_bit_in_a_row_changes_what_follows(cluster: Cluster, what: str) -> None:
     """The negative control: the rows that cross are the ones that the answer is made of."""
-    async with proxied(tmp_path) as cluster:
-        cluster.proxies[1].rule = changed(what)
-        text = await cluster.text(PROMPT, max_tokens=20)
-        right, _, wrong = text.partition("<wrong-rows>")
-        assert TEXT.startswith(right) and len(right) > 0
-        assert wrong.replace("<wrong-rows>", "") == ""
-        assert text != TEXT[: len(text)]
+    cluster.proxies[1].rule = changed(what)
+    text = await cluster.text(PROMPT, max_tokens=20)
+    right, _, wrong = text.partition("<wrong-rows>")
+    assert TEXT.startswith(right) and len(right) > 0
+    assert wrong.replace("<wrong-rows>", "") == ""
+    assert text != TEXT[: len(text)]
 
 
 async def test_the_proxy_counts_what_telemetry_says(tmp_path: Path) -> None:

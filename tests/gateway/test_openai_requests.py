@@ -150,7 +150,9 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "fields", "param"), UNSUPPORTED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("ask", "fields", "param"), UNSUPPORTED, ids=lambda value: value.__name__ if callable(value) else str(value)[:40]
+)
 def test_what_is_not_supported_is_named(ask: Any, fields: dict[str, Any], param: str) -> None:
     error = refused(ask, **fields)
     assert (error.code, error.param) == ("unsupported_parameter", param)

@@ -17,6 +17,7 @@ from shardline.tracker.placement import (
     Claims,
     Holding,
     available_bytes,
+    holding_of,
     holdings_of,
     place,
     range_bytes,
@@ -105,6 +106,37 @@ def test_a_range_that_cannot_be_served_is_never_the_answer() -> None:
     assert caught.value.details["needed_bytes"] == 47, "layers 8:12 are the smallest that can be"
 
 
+def test_a_copy_goes_where_a_token_spends_most_time() -> None:
+    fast, slow = holding("fast", 0, 6, layer_ms=1.0), holding("slow", 6, 12, layer_ms=4.0)
+    assert answer(request(70), fast, slow) == (6, 12)
+    assert answer(request(70), holding("slow", 0, 6, layer_ms=4.0), holding("fast", 6, 12, layer_ms=1.0)) == (0, 6)
+    # Fewer slow layers cost less than many that are a little faster.
+    held = [holding("a", 0, 8, layer_ms=3.0), holding("b", 8, 12, layer_ms=4.0)]
+    assert answer(request(85), *held) == (0, 8)
+    # Copies come first: what one Node alone has is lost with it.
+    assert answer(request(70), fast, slow, holding("slow-2", 6, 12, layer_ms=4.0)) == (0, 6)
+    # Unmeasured layers count as the measured ones do, and a measurement that differs a little moves nobody.
+    assert answer(request(70), fast, holding("new", 6, 12)) == (0, 6)
+    assert answer(request(70), fast, holding("like", 6, 12, layer_ms=1.05)) == (0, 6)
+    assert answer(request(70), holding("at-once", 0, 6, layer_ms=0.0), slow) == (6, 12)
+
+
+def test_who_cannot_show_its_layers_counts_only_for_memory() -> None:
+    here = dict(host="here", host_memory_bytes=1000)
+    liar = holding("liar", 0, 6, host="here", kv_bytes=20, counts=False)
+    assert answer(request(70, **here), liar, holding("b", 6, 12)) == (0, 6)
+    assert available_bytes(request(1000, **here), [liar]) == 1000 - 65 - 20
+
+
+def test_a_plan_before_anybody_runs() -> None:
+    """One Node after the other, without a Tracker; where all is covered, the next ones are copies."""
+    held: list[Holding] = []
+    for name, memory in (("a", 70), ("b", 50), ("c", 100), ("d", 70)):
+        ask = request(memory, node=name)
+        held.append(holding_of(name, ask, place(ask, held)))
+    assert [(h.first, h.last) for h in held] == [(0, 6), (6, 11), (11, 12), (0, 6)]
+
+
 def test_nothing_fits_says_how_much_would() -> None:
     with pytest.raises(ShardlineError) as error:
         place(request(9), [])
@@ -184,7 +216,8 @@ def test_holdings_of_a_node_are_what_serves_or_will() -> None:
     info = SigningNode("http://127.0.0.1:1", shards, kv=KvInfo(capacity_tokens=10)).info()
     found = holdings_of(info)
     assert [h.content_id for h in found] == ["a", "d"]
-    assert found[0].kv_bytes == 160
+    assert (found[0].kv_bytes, found[0].layer_ms) == (160, 10.0 / 6)
+    assert [h.counts for h in holdings_of(info, lambda content_id: content_id != "a")] == [False, True]
 
 
 @st.composite

@@ -14,7 +14,9 @@ from shardline.options import StartPhase, TrackerOptions
 from shardline.settings import Settings
 from shardline.tracker.run import run
 from shardline.transport.http_client import ConnectFailed, HttpClient
+from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.messages import ModelList
+from tests.support.stores import described, layered_model
 
 SETTINGS = Settings(drain_s=1.0)
 
@@ -68,3 +70,25 @@ async def test_beyond_loopback_it_wants_to_be_told(tmp_path: Path) -> None:
     with pytest.raises(ShardlineError) as error:
         await run(replace(options(tmp_path), host="0.0.0.0"))
     assert error.value.code == "insecure_listener"
+
+
+async def test_it_offers_only_what_its_operator_trusts(tmp_path: Path) -> None:
+    bundle = described(layered_model(tmp_path / "model", layers=2, layer_bytes=1 << 10), tmp_path / "bundle")
+    offering = replace(options(tmp_path), artifacts=(bundle.folder,))
+    with pytest.raises(ShardlineError) as error:
+        await run(offering)
+    assert error.value.code == "artifact_untrusted"
+    assert str(bundle.folder) in error.value.message
+    listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def announce(phase: StartPhase, /, **facts: str | int) -> None:
+        if phase == "listening":
+            listening.set_result(str(facts["url"]))
+
+    client = HttpClient(SETTINGS, credential="secret")
+    async with asyncio.TaskGroup() as group:
+        role = group.create_task(run(replace(offering, allow_unsigned=True, announce=announce)))
+        (offered,) = (await TrackerClient(client, await listening).artifacts()).artifacts
+        assert (offered.content_id, offered.publisher) == (bundle.manifest.content_id, None)
+        role.cancel()
+    await client.aclose()

@@ -1,7 +1,7 @@
 """Gives the files of offered bundles: `GET /v1/artifacts/CONTENT_ID/bundle/PATH`, whole, as they lie on disk.
 
 Owns which paths there are (those of the bundle as it was checked, no other file of its folder), and how many are read
-and sent at a time. Whoever gets a file checks it anew. Shown by tests/tracker/test_bundle_files.py.
+and sent at a time. Whoever gets a file checks it anew. Shown by tests/tracker/test_artifact_app.py.
 """
 
 from __future__ import annotations

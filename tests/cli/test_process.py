@@ -94,7 +94,7 @@ def test_loading_is_a_line_for_every_fifth(capsys: pytest.CaptureFixture[str]) -
     announce("ready")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "node: listening on http://127.0.0.1:1"
-    assert lines[1:-2] == [f"node: loading {n}/30" for n in (0, 6, 12, 18, 24, 30)]
+    assert lines[1:-2] == [f"node: loading {n}/30 layers" for n in (0, 6, 12, 18, 24, 30)]
     assert lines[-2:] == ["node: testing its layers", "node: ready"]
 
 
@@ -106,6 +106,12 @@ def test_a_supervisor_gets_the_reason_of_a_failure(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == ""
 
 
+def test_the_last_word_is_that_it_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    for supervised in (True, False):
+        Announcer("node", supervised=supervised).ended()
+    assert capsys.readouterr().out == "node: ended\n"
+
+
 def test_a_closed_stdout_does_not_end_a_role() -> None:
     with started("well", 5) as process:
         assert process.stdout is not None
@@ -115,7 +121,11 @@ def test_a_closed_stdout_does_not_end_a_role() -> None:
 
 
 def test_words_for_phases() -> None:
-    assert in_words("loading", {"done": 12, "total": 30}) == "loading 12/30"
+    assert in_words("loading", {"done": 12, "total": 30}) == "loading 12/30 layers"
+    assert in_words("loading", {"done": 400, "total": 1000}) == "loading 40 %"
     assert in_words("loading", {"done": 113248512, "total": 325654272}) == "loading 113/325 MB"
     assert in_words("loading", {}) == "loading"
-    assert in_words("draining", {}) == "draining"
+    assert in_words("draining", {}) == in_words("draining", {"sessions": 0}) == "ending"
+    assert in_words("draining", {"sessions": 1}) == "ending; waits for what runs: 1 session"
+    assert in_words("fetching", {"done": 5000, "total": 9000}) == "fetching 5/9 kB"
+    assert in_words("verifying", {"done": 5, "total": 1000}) == "verifying 5/1000 pieces"

@@ -128,4 +128,4 @@ def test_advice_of_a_credential_and_of_a_refusal_is_for_a_person(
 
 
 def test_a_role_in_front_of_a_person_announces_in_words(ran: list[Any]) -> None:
-    assert invoke("tracker").stdout == "tracker: ready\n"
+    assert invoke("tracker").stdout == "tracker: ready\ntracker: ended\n"

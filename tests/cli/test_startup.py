@@ -53,7 +53,7 @@ def test_a_line_for_each_new_thing_and_every_fifth_of_the_layers(sleeper: subpro
     view.close()
     lines = [line.split(None, 2)[2] for line in out.getvalue().splitlines()]
     assert lines[:2] == ["starting", "listening on http://127.0.0.1:5"]
-    assert lines[2:8] == [f"loading {n}/30" for n in (0, 6, 12, 18, 24, 30)]
+    assert lines[2:8] == [f"loading {n}/30 layers" for n in (0, 6, 12, 18, 24, 30)]
     assert lines[8] == "testing its layers"
     assert lines[9].startswith("ready after ") and lines[9].endswith(" s, http://127.0.0.1:5")
     assert out.getvalue().startswith("  node-1   0:15     starting\n")

@@ -111,6 +111,20 @@ def test_the_log_keeps_lines_whole_and_shows_what_matters():
     assert log.last_words() == ""
 
 
+def test_warnings_that_are_no_news_are_kept_and_not_shown():
+    shown: list[str] = []
+    log = Log(shown.append)
+    said = (
+        b"load: adding 32 dummy tokens",
+        b"llama_context: n_ctx_seq (16384) > n_ctx_train (8192) -- possible training context overflow",
+        b"llama_context: n_ctx_seq (256) < n_ctx_train (8192) -- the full capacity will not be utilized",
+    )
+    for line in said:
+        log.callback(WARNING, line + b"\n", None)
+    assert shown == [f"llama.cpp warning: {said[2].decode()}\n"]
+    assert "dummy tokens" in log.last_words()
+
+
 def test_the_log_is_bounded():
     log = Log(lambda line: None)
     for i in range(1000):

@@ -116,7 +116,7 @@ class Cluster:
                 raise death(child)
             self._say(
                 f"\n{death(child).message}\n{self._consequence(child, dead)}\n"
-                f"To start it again, in another terminal:\n  {shlex.join((command_name(), *self._by_hand(child)))}\n"
+                f"To start it again, in another terminal:\n  {shlex.join((*command_words(), *self._by_hand(child)))}\n"
                 "Ctrl-C ends everything else."
             )
 
@@ -148,7 +148,7 @@ class Cluster:
 
 @click.command()
 @click.argument("model", metavar="MODEL", type=click.Path(exists=True, path_type=Path))
-@click.option("--nodes", type=click.IntRange(1), help="Nodes that share the layers evenly.  [default: 2]")
+@click.option("--nodes", type=click.IntRange(1), help="Nodes that share the model, as evenly as it goes.  [default: 2]")
 @click.option("--layers", "ranges", type=LayerRanges(), help="Or the range of each Node: 0:10,10:20,20:30.")
 @click.option("--engine", type=click.Choice(ENGINES), help=ENGINE_HELP)
 @click.option("--host", type=ListenAddress(), default="127.0.0.1", show_default=True, help="Address of the Gateway.")
@@ -156,15 +156,21 @@ class Cluster:
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
 )
 @click.option("--tracker-port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any free one.")
-@click.option("--threads", type=click.IntRange(1), help="Compute threads of each Node.  [default: the machine's cores]")
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Compute threads of each Node.  [default: what llama.cpp takes, else all cores]",
+)
 @click.option("--kv-tokens", type=click.IntRange(1), help="KV capacity of each Node, in tokens.")
 @click.option("--api-keys", "api_keys_file", metavar="FILE", help="Keys that clients must send, one a line.")
 @click.option("--insecure-plain-http", is_flag=True, help="Allow a --host beyond loopback, over unencrypted HTTP.")
+@click.option("--listen", hidden=True)
 @pass_invocation
 def up(
     invocation: Invocation,
     /,
     *,
+    listen: str | None,
     model: Path,
     nodes: int | None,
     ranges: list[tuple[int, int]] | None,
@@ -176,8 +182,14 @@ def up(
     """Run a whole cluster for MODEL on this machine.
 
     A Tracker, a Gateway and Nodes, each a process of its own, until Ctrl-C. MODEL is a GGUF file or a safetensors
-    folder. With --engine scripted it is a script.
+    folder. With --engine scripted it is a script. The llama engine shares a model out by the bytes of its layers, the
+    others by their number; `shardline cuts MODEL --nodes N` shows the ranges. For other machines: `shardline serve`.
     """
+    if listen is not None:
+        raise click.UsageError(
+            "up is for this machine alone. Other machines join what `shardline serve --listen ADDRESS` runs, and so "
+            "do Nodes of this one: shardline node --join 'LINE' --model MODEL"
+        )
     plan = planned(model, nodes, ranges, engine, threads=threads, kv_tokens=kv_tokens, **gateway_flags)
     run_cluster(invocation, plan, lambda cluster: print_usage(cluster, first_model_of(cluster)), command="up")
 
@@ -210,7 +222,7 @@ def serve(invocation: Invocation, /, **flags: Any) -> None:
 
     def ready(cluster: Cluster) -> None:
         click.echo(f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}")
-        own = shlex.join((command_name(), *invocation.finding_arguments()))
+        own = shlex.join((*command_words(), *invocation.finding_arguments()))
         offers = cluster.offers
         if offers:
             click.echo("\n".join(("Offers to Nodes, which need no file of it:", *(f"  {line}" for line in offers))))
@@ -225,9 +237,7 @@ def serve(invocation: Invocation, /, **flags: Any) -> None:
 
 
 @click.command()
-@click.option(
-    "--nodes", type=click.IntRange(1), default=2, show_default=True, help="Nodes that share the layers evenly."
-)
+@click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Nodes that share the model.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port of the OpenAI API; 0: any."
 )
@@ -407,20 +417,21 @@ def first_model_of(cluster: Cluster) -> str:
             time.sleep(0.1)
 
 
-def command_name() -> str:
-    """`shardline` as it can be typed here: by name where PATH leads to this installation, else by its path."""
+def command_words() -> tuple[str, ...]:
+    """`shardline` as it can be typed on this machine, in any folder: by name where PATH leads to this installation,
+    else by its whole path."""
     found = shutil.which("shardline")
     own = Path(sys.executable).parent / "shardline"
     if found is not None and Path(found).absolute() == own:
-        return "shardline"
-    return os.path.relpath(own) if own.exists() else f"{sys.executable} -m shardline"
+        return ("shardline",)
+    return (str(own),) if own.exists() else (sys.executable, "-m", "shardline")
 
 
 def print_usage(cluster: Cluster, model: str) -> None:
     """What one can do now, as lines that work when they are copied."""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
     key = " -H 'Authorization: Bearer A-KEY-OF-YOURS'" if cluster.api_key else ""
-    own, (gateway, tracker) = shlex.join((command_name(), *cluster.before)), cluster.urls_to_name
+    own, (gateway, tracker) = shlex.join((*command_words(), *cluster.before)), cluster.urls_to_name
     click.echo(
         f"\nThe OpenAI API is at {cluster.gateway_url}/v1\n"
         f"  curl -N {cluster.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"

@@ -78,8 +78,8 @@ def tracker_part(plan: Plan, flags: GlobalFlags) -> Part:
 
 def artifact_arguments(plan: Plan) -> list[str]:
     """Which artifacts, and whom to believe about them: of the Tracker and of the seeder."""
-    arguments = [word for folder in plan.artifacts for word in ("--artifact", str(folder))]
-    arguments += [word for path in plan.trust for word in ("--trust", str(path))]
+    arguments = [word for folder in plan.artifacts for word in ("--artifact", str(folder.absolute()))]
+    arguments += [word for path in plan.trust for word in ("--trust", str(path.absolute()))]
     return [*arguments, "--allow-unsigned"] if plan.allow_unsigned else arguments
 
 
@@ -87,7 +87,7 @@ def seeder_part(plan: Plan, flags: GlobalFlags, tracker_url: str) -> Part:
     from shardline.cli.supervisor import Part
 
     own = ["artifact", "seed", "--tracker", tracker_url, "--port", str(plan.seed_port), *artifact_arguments(plan)]
-    own += [word for folder in plan.folders for word in ("--files", str(folder))]
+    own += [word for folder in plan.folders for word in ("--files", str(folder.absolute()))]
     own += ["--host", plan.listen] if plan.listen else []
     if plan.advertise:
         from shardline.transport.addresses import advertised_url, make_url, split_url

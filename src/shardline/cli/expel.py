@@ -26,10 +26,11 @@ _PARTY = re.compile("(n|gateway)-[0-9a-f]{16}")
 @as_json_option
 @pass_invocation
 def expel(invocation: Invocation, party: str, undo: bool, tracker_url: str | None, as_json: bool) -> None:
-    """Throw a Node or Gateway out, by the id that `nodes` lists, or its beginning.
+    """Throw a Node or Gateway out, by the id that `nodes` lists.
 
-    On the machine of the Tracker. No new session goes to it, it gets no new certificate, and with the next heartbeat
-    all Nodes refuse the one that it has. Sessions that run over a Node go on to their end; those of a Gateway end.
+    The beginning of the id of a Node is enough. On the machine of the Tracker. No new session goes to it, it gets no
+    new certificate, and with the next heartbeat all Nodes refuse the one that it has. Sessions that run over a Node go
+    on to their end; those of a Gateway end.
     """
     tracker = operator_of(invocation.configuration(tracker=tracker_url))
     if not _PARTY.fullmatch(party):

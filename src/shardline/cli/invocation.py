@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from shardline.cli.config import Configuration
 
 
+_PATHS = ("state_dir", "credential_file")
+"""Global flags that name files, beside --config."""
+
+
 @dataclass(slots=True)
 class Invocation:
     """Global flags as given; `None` where not."""
@@ -42,21 +46,22 @@ class Invocation:
         """The global flags for a process that is started on behalf of this one."""
         arguments = []
         if self.config is not None:
-            arguments += ["--config", self.config]
+            arguments += ["--config", _absolute(self.config)]
         for assignment in self.assignments:
             arguments += ["--set", assignment]
         for name, value in self.flags.items():
             if value is not None:
-                arguments += [f"--{name.replace('_', '-')}", value]
+                arguments += [f"--{name.replace('_', '-')}", _absolute(value) if name in _PATHS else value]
         return arguments
 
     def finding_arguments(self) -> list[str]:
-        """Those of them without which another command would not find what this one runs."""
-        named = {
-            "--config": self.config,
-            **{f"--{n.replace('_', '-')}": self.flags.get(n) for n in ("state_dir", "credential_file")},
-        }
-        return [word for flag, value in named.items() if value is not None for word in (flag, value)]
+        """Those of them without which another command would not find what this one runs, from any folder."""
+        named = {"--config": self.config, **{f"--{n.replace('_', '-')}": self.flags.get(n) for n in _PATHS}}
+        return [word for flag, value in named.items() if value is not None for word in (flag, _absolute(value))]
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 pass_invocation = click.make_pass_decorator(Invocation)

@@ -231,7 +231,8 @@ def sessions_text(listed: Sequence[dict[str, Any]], now: float, *, wide: bool = 
 
 def session_text(event: dict[str, Any]) -> str:
     """The whole account of one session, Seams included."""
-    from shardline.cli.live import block, counted
+    from shardline.cli.live import block
+    from shardline.cli.values import counted
 
     lines = [
         f"{label:8} {line}" for label, line in [("session", event["id"]), ("model", event["model"]), *block(event)]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TextIO
 
+from shardline.cli.values import counted
 from shardline.errors import ShardlineError
 
 _BAR = 24
@@ -53,11 +54,6 @@ def number(value: float | None, unit: str = "", digits: int = 1) -> str:
 def bar(done: int, total: int, width: int = _BAR) -> str:
     filled = width if total <= 0 else width * min(done, total) // total
     return "█" * filled + "░" * (width - filled)
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 token`, `2 tokens`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def route_line(event: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 import uvloop
 
+from shardline.cli.values import counted
 from shardline.errors import ShardlineError
 from shardline.options import StartPhase
 
@@ -33,6 +34,8 @@ _TOLD = {
     "offering": "offers {name} ({content_id}), {held} of {total} bytes",
     "testing": "testing its layers",
 }
+LOAD_STEPS = 1000
+"""An engine that counts neither layers nor bytes while it loads counts thousandths."""
 FILES = 65_536
 FORCED_S = 6.0
 """A process that was told to stop has the drain time plus this long; then it ends the hard way."""
@@ -51,6 +54,11 @@ class Announcer:
             _write(json.dumps({"phase": phase, **facts}))
         elif self._is_news(phase, facts):
             _write(f"{self.name}: {in_words(phase, facts)}")
+
+    def ended(self) -> None:
+        """The last word to a person; a supervisor sees the end itself."""
+        if not self.supervised:
+            _write(f"{self.name}: ended")
 
     def failed(self, error: ShardlineError) -> None:
         """The last word to a supervisor; a person gets it on stderr."""
@@ -77,22 +85,23 @@ def _write(line: str) -> None:
 
 
 def in_words(phase: str, facts: dict[str, Any]) -> str:
-    """`loading 12/30`, `listening on http://…`: an announcement as a person reads it."""
+    """`loading 12/30 layers`, `listening on http://…`: an announcement as a person reads it."""
     if phase == "listening":
         return f"listening on {facts.get('url', '?')}"
     if phase == "inviting":
         return f"to join from another machine:\n  {join_command(str(facts.get('line', '?')))}"
     if phase in COUNTED and "total" in facts:
         return _counted(phase, facts)
+    if phase == "draining":
+        sessions = int(facts.get("sessions", 0))
+        return f"ending; waits for what runs: {counted(sessions, 'session')}" if sessions else "ending"
     told = _TOLD.get(phase)
     return phase if told is None else told.format_map(_Facts(facts))
 
 
 def _counted(phase: str, facts: dict[str, Any]) -> str:
     """How far something is; of a fetch also how fast, from where and how long it will take."""
-    words = f"{phase} {_share(int(facts.get('done', 0)), int(facts['total']))}"
-    if phase == "verifying":
-        return f"{words} pieces"
+    words = f"{phase} {_share(phase, int(facts.get('done', 0)), int(facts['total']))}"
     if facts.get("bytes_per_s"):
         words += f", {int(facts['bytes_per_s']) / 1e6:.1f} MB/s"
     if "source" in facts:
@@ -114,9 +123,15 @@ def join_command(line: str, part: str = "node") -> str:
     return f"shardline {part} --join '{line}'"
 
 
-def _share(done: int, total: int) -> str:
-    """`12/30` layers, or `113/326 MB` where what is counted can only be bytes."""
-    return f"{done}/{total}" if total < 10**6 else f"{done // 10**6}/{total // 10**6} MB"
+def _share(phase: str, done: int, total: int) -> str:
+    """`12/30 layers`; `113/326 MB` where what is counted can only be bytes; `40 %` of steps that are nothing else."""
+    if phase == "verifying":
+        return f"{done}/{total} pieces"
+    if total >= 10**6:
+        return f"{done // 10**6}/{total // 10**6} MB"
+    if phase == "fetching":
+        return f"{done // 1000}/{total // 1000} kB"
+    return f"{100 * done // total} %" if total == LOAD_STEPS else f"{done}/{total} layers"
 
 
 def run_until_signal(work: Coroutine[Any, Any, None], *, drain_s: float, lifeline: bool = False) -> None:

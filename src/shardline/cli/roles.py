@@ -373,6 +373,7 @@ def run_role(
         built = options(announcer)
         tracker_url = None if isinstance(built, TrackerOptions) else built.tracker_url
         run_until_signal(run(built), drain_s=configuration.settings.drain_s, lifeline=invocation.supervised)
+        announcer.ended()
     except ShardlineError as fault:
         # Whom a role asks before it serves is the Tracker.
         error = for_a_person(flagged(fault), "Tracker", tracker_url)

@@ -61,6 +61,11 @@ class Memory(click.ParamType[int]):
         return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def split_evenly(n_layers: int, nodes: int) -> list[tuple[int, int]]:
     """`nodes` contiguous ranges over all layers, sizes differing by at most one, the longer ones first."""
     if not 1 <= nodes <= n_layers:

@@ -8,6 +8,7 @@ Knows nothing of models, contexts or Shards. Shown by tests/model/test_llama_lib
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -40,6 +41,8 @@ LOG_LEVELS = {1: "debug", 2: "info", 3: "warning", 4: "error"}
 _CONTINUED = 5
 _WARNING = 3
 _KEPT_LINES = 20
+_EXPECTED = re.compile(r"adding \d+ dummy tokens|n_ctx_seq \(\d+\) > n_ctx_train")
+"""Warnings that follow from how Shards are run: a part has no vocabulary, and one context holds many sessions."""
 
 LLAMA_MAX_SEQ = 256
 F16 = 1
@@ -149,7 +152,8 @@ class TypeTraits(ctypes.Structure):
 
 
 class Log:
-    """The library's log: warnings and errors go to standard error, the last lines of any kind are kept for errors."""
+    """The library's log: warnings and errors go to standard error, but for those that are no news. The last lines of
+    any kind are kept for errors."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
@@ -166,7 +170,7 @@ class Log:
             if not line.strip():
                 continue
             self._lines.append((self._level, line.strip()))
-            if self._level >= _WARNING:
+            if self._level >= _WARNING and not _EXPECTED.search(line):
                 self._write(f"llama.cpp {LOG_LEVELS.get(self._level, 'log')}: {line.strip()}\n")
 
     def clear(self) -> None:

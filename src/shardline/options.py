@@ -176,4 +176,6 @@ class SeederOptions:
     join: str | None = field(default=None, repr=False)
     identity_path: Path | None = None
     insecure_plain_http: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of this process; that of BitTorrent gets the few of them that it needs."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)

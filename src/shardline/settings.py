@@ -122,7 +122,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     bittorrent_port: int = 0
     """Where a Node takes BitTorrent connections of its cluster. 0: any port that is free."""
     bittorrent_connections: int = 64
-    """Most of them at a time."""
+    """Most of them at a time. 0: no BitTorrent, pieces come over HTTP."""
     bittorrent_queue_bytes: int = 4 << 20
     """Received by BitTorrent and not yet written, at most; from 1 MiB on."""
     scrub_bytes_per_s: int = 16 << 20

@@ -331,7 +331,8 @@ def test_serve_and_nodes_that_join_it(terminal: Terminal) -> None:
         node.terminate()
         said, _ = node.communicate(timeout=10)
     assert node.returncode == 0
-    assert [line.partition(" on ")[0] for line in said.splitlines()][:1] == ["node: listening"]
+    assert said.splitlines()[0].startswith("node: layers 0:6 of 6 of scripted: ")
+    assert said.splitlines()[1].partition(" on ")[0] == "node: listening"
     assert terminal.end() == 0
 
 

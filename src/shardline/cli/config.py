@@ -26,7 +26,15 @@ CONFIG_VARIABLE = "SHARDLINE_CONFIG"
 CREDENTIAL_FILE = "credential"
 """Name in the state folder."""
 _MAY_BE_ZERO = frozenset(
-    {"worker_restarts", "prefix_sessions", "store_reserve_bytes", "fetch_bytes_per_s", "upload_bytes_per_s"}
+    {
+        "worker_restarts",
+        "prefix_sessions",
+        "store_reserve_bytes",
+        "fetch_bytes_per_s",
+        "upload_bytes_per_s",
+        "bittorrent_port",
+        "bittorrent_connections",
+    }
 )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardline.cli.invocation import Invocation, credential_of, pass_invocation
+from shardline.cli.invocation import Invocation, credential_of, environment, pass_invocation
 from shardline.cli.offering import offering, trusted_keys
 from shardline.cli.roles import (
     JOIN_HELP,
@@ -100,6 +100,7 @@ def seed(
             trusted_keys=trusted_keys(trust),
             allow_unsigned=allow_unsigned,
             insecure_plain_http=insecure_plain_http,
+            environment=environment(),
             announce=announce,
             **given,
         ),

@@ -17,6 +17,7 @@ import structlog
 from shardline.artifact.store import StoredArtifact
 from shardline.errors import ShardlineError
 from shardline.node.info import Identity
+from shardline.node.swarm import Swarm
 from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.artifacts import (
     ADVERTISE_EVERY_S,
@@ -66,11 +67,13 @@ class Advertiser:
         tracker: TrackerClient,
         epoch: Callable[[], str | None],
         artifacts: list[Advertised],
+        swarm: Swarm | None = None,
     ) -> None:
         self._identity = identity
         self._tracker = tracker
         self._epoch = epoch
         self._artifacts = artifacts
+        self._swarm = swarm
         self._sequence = 0
 
     async def run(self) -> None:
@@ -88,7 +91,7 @@ class Advertiser:
             return
         files = await asyncio.to_thread(held_files, advertised.artifact)
         fetching = advertised.fetching()
-        news = (epoch, files, fetching)
+        news = (epoch, files, fetching, self._bittorrent_port)
         if news == advertised.told and now - advertised.told_at < ADVERTISE_EVERY_S:
             return
         advertised.not_before = now + ADVERTISE_PAUSE_S
@@ -101,6 +104,10 @@ class Advertiser:
             return
         advertised.told, advertised.told_at, advertised.complained = news, now, ""
 
+    @property
+    def _bittorrent_port(self) -> int | None:
+        return None if self._swarm is None else self._swarm.port
+
     def _signed(self, artifact: StoredArtifact, files: list[HeldFile], fetching: Fetching | None) -> Signed:
         # Of the clock, so that it grows over restarts of a Node that keeps its identity.
         self._sequence = max(self._sequence + 1, int(time.time() * 1e3))
@@ -110,6 +117,7 @@ class Advertiser:
             sequence=self._sequence,
             expires=time.time() + ADVERTISEMENT_S - _MARGIN_S,
             files=files,
+            bittorrent_port=self._bittorrent_port,
             fetching=fetching,
         )
         return Signed(statement=sign(self._identity.key, ADVERTISEMENT_DOMAIN, told))

@@ -1,9 +1,9 @@
 """Pieces of one Model Artifact, brought into the store of this machine from whoever has them.
 
-Owns whom to ask: the Nodes that the Tracker names, asked for again as long as a fetch runs, and the web seeds of the
-publisher; who gave a wrong piece is not asked again. Where nobody has what is missing it says so, waits and tries
-again. How pieces travel is artifact/fetch.py's and transport/piece_client.py's. Shown by
-tests/node/test_artifact_pieces.py and tests/cluster/test_from_nothing.py.
+Owns whom to ask: the Nodes that the Tracker names, asked for again as long as a fetch runs, BitTorrent with them where
+there is any, and the web seeds of the publisher; who gave a wrong piece is not asked again. Where nobody has what is
+missing it says so, waits and tries again. How pieces travel is artifact/fetch.py's and transport/piece_client.py's.
+Shown by tests/cluster/test_from_nothing.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import structlog
 from shardline.artifact.fetch import Fetch, FetchProgress
 from shardline.artifact.store import StoredArtifact, Wanted
 from shardline.errors import ShardlineError
+from shardline.node.swarm import Swarm
 from shardline.options import Announce
 from shardline.settings import Settings
 from shardline.transport.http_client import HttpClient
@@ -60,16 +61,22 @@ class ArtifactPieces:
         self.artifact = artifact
         self.fetching: Fetching | None = None
         """What is fetched now, for others."""
+        self.swarm: Swarm | None = None
+        """BitTorrent with the same Nodes, where there is any."""
+        self.pace = Pace(settings.fetch_bytes_per_s)
         self._sources = sources
         self._client = client
         self._settings = settings
         self._announce = announce
         self._files = piece_files(artifact.bundle.manifest)
-        self._pace = Pace(settings.fetch_bytes_per_s)
         self._strangers = HttpClient(settings)
         self._banned: set[str] = set()
         self._turn = asyncio.Lock()
         self._waiting_for = ""
+
+    def ban(self, name: str) -> None:
+        """Ask this one for nothing any more: a Node by its id, or a source by its name."""
+        self._banned.add(name)
 
     async def aclose(self) -> None:
         """Free the connections to web seeds. The artifact is closed by who opened it."""
@@ -111,9 +118,11 @@ class ArtifactPieces:
             progress=lambda told: self._tell(told, layers),
         )
         for url in self.artifact.bundle.manifest.transport.webseeds:
-            seed = WebSeed(self._strangers, url, self._files, self._pace)
+            seed = WebSeed(self._strangers, url, self._files, self.pace)
             if seed.name not in self._banned:
                 fetch.add(seed)
+        if self.swarm is not None and (torrent := self.swarm.source(self.artifact.content_id)) is not None:
+            fetch.add(torrent)
         known = _Known(fetch, self._banned, self._source)
         known.add(await self._asked())
         failure: ShardlineError | None = None
@@ -151,7 +160,7 @@ class ArtifactPieces:
             return ()
 
     def _source(self, url: str) -> NodePieces:
-        return NodePieces(self._client, url, self.artifact.content_id, self._files, self._pace)
+        return NodePieces(self._client, url, self.artifact.content_id, self._files, self.pace)
 
     def _wait_for(self, reason: str) -> None:
         """Said once for each new reason."""
@@ -200,6 +209,7 @@ class _Known:
                 log.warning("source_refused", url=named.url[:200], reason=error.message)
                 continue
             again = since is not None and source.name not in active and now - since > AGAIN_S
-            if source.name not in self._banned and (since is None or again):
+            banned = source.name in self._banned or named.node in self._banned
+            if not banned and (since is None or again):
                 self._since[named.url] = now
                 self._fetch.add(source)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -33,6 +33,7 @@ from shardline.node.host import ShardHost
 from shardline.node.info import Identity, Planned, host_id, node_info
 from shardline.node.plan import ModelFacts, inspect_model, kv_capacity
 from shardline.node.presence import Presence
+from shardline.node.swarm import Swarm
 from shardline.options import NodeOptions
 from shardline.settings import Settings
 from shardline.transport.addresses import advertised_url, split_url
@@ -44,6 +45,7 @@ from shardline.transport.http_server import HttpServer, bind, check_listener, ch
 from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership
 from shardline.transport.tracker_client import TrackerClient
+from shardline.wire.artifacts import Source
 from shardline.wire.messages import NodeInfo, PlacementRequest
 from shardline.wire.tickets import node_id_of, public_bytes
 
@@ -168,6 +170,35 @@ def _not_loaded(cause: ShardlineError) -> ShardlineError:
     return ShardlineError(cause.code, f"the Shard did not load: {cause.message}", advice=advice, **cause.details)
 
 
+def _swarm(
+    options: NodeOptions,
+    pieces: ArtifactPieces,
+    tracker: TrackerClient,
+    key: Ed25519PrivateKey,
+    membership: Membership | None,
+) -> Swarm | None:
+    """BitTorrent for these pieces, where the settings allow any."""
+    if not options.settings.bittorrent_connections:
+        return None
+    node_id = node_id_of(public_bytes(key))
+
+    async def sources(content_id: str) -> Sequence[Source]:
+        return (await tracker.sources(content_id, node_id)).sources
+
+    swarm = Swarm(
+        options.settings,
+        options.host,
+        sources,
+        environment=options.environment,
+        tls=None if membership is None else membership.tls,
+        download_pace=pieces.pace,
+        on_banned=pieces.ban,
+    )
+    swarm.put(pieces.artifact)
+    pieces.swarm = swarm
+    return swarm
+
+
 class _Node:
     """The pieces of one running Node."""
 
@@ -184,6 +215,7 @@ class _Node:
         pieces: ArtifactPieces | None,
     ) -> None:
         self._pieces = pieces
+        self._swarm = None if pieces is None else _swarm(options, pieces, tracker, key, membership)
         self._range = (first, last)
         self._options = options
         self._membership = membership
@@ -281,6 +313,8 @@ class _Node:
                 task.cancel()
             await self._engine.stop()
             await server.stop(_STOP_S)
+            if self._swarm is not None and self._pieces is not None:
+                await self._swarm.take(self._pieces.artifact.content_id)
 
     def _door(self) -> ArtifactDoor | None:
         if self._pieces is None:
@@ -295,12 +329,19 @@ class _Node:
         if pieces is None:
             return []
         told = [Advertised(pieces.artifact, lambda: pieces.fetching)]
-        advertiser = Advertiser(identity=identity, tracker=self._tracker, epoch=lambda: presence.epoch, artifacts=told)
+        advertiser = Advertiser(
+            identity=identity,
+            tracker=self._tracker,
+            epoch=lambda: presence.epoch,
+            artifacts=told,
+            swarm=self._swarm,
+        )
+        swarming = [] if self._swarm is None else [self._swarm.run()]
 
         async def damaged() -> None:
             await pieces.bring(*self._range)
 
-        return [advertiser.run(), scrub_often(pieces.artifact, self._settings, host.settled, damaged)]
+        return [advertiser.run(), scrub_often(pieces.artifact, self._settings, host.settled, damaged), *swarming]
 
     async def _say_goodbye(self, host: ShardHost, presence: Presence, known: asyncio.Task[ShardlineError]) -> None:
         """No new sessions, an end for those that run, and then the last word to the Tracker."""

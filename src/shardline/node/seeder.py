@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from shardline.node.artifact_door import ArtifactDoor
 from shardline.node.artifact_scrub import scrub_often
 from shardline.node.info import Identity, host_id
 from shardline.node.presence import Presence
+from shardline.node.swarm import Swarm
 from shardline.options import SeederOptions
 from shardline.settings import PROTOCOL, Settings
 from shardline.transport.addresses import advertised_url, reachable_address, split_url
@@ -45,6 +46,7 @@ from shardline.transport.http_server import HttpServer, bind, check_listener, ch
 from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership, OwnMembership
 from shardline.transport.tracker_client import TrackerClient
+from shardline.wire.artifacts import Source
 from shardline.wire.messages import EngineHealth, EngineInfo, KvInfo, NodeInfo, NodeLimits
 from shardline.wire.tickets import node_id_of, public_bytes
 
@@ -191,13 +193,17 @@ async def _serve(
         membership=member if isinstance(member, Membership) else None,
     )
     door = ArtifactDoor(settings)
+    swarm = _swarm(options, tracker, identity, member)
     for artifact in artifacts:
         door.put(artifact)
+        if swarm is not None:
+            swarm.put(artifact)
     advertiser = Advertiser(
         identity=identity,
         tracker=tracker,
         epoch=lambda: presence.epoch,
         artifacts=[Advertised(artifact) for artifact in artifacts],
+        swarm=swarm,
     )
     app = seeder_app(identity, settings, options.credential, door, lambda: presence.expelled)
     tls = None if member is None else member.tls.server()
@@ -210,6 +216,7 @@ async def _serve(
             works = [advertiser.run(), _announce_ready(options, presence)]
             works += [scrub_often(one, settings, presence.registered, at_once=True) for one in artifacts]
             works += [member.renew()] if isinstance(member, OwnMembership) else []
+            works += [] if swarm is None else [swarm.run()]
             running = [tasks.create_task(work) for work in works]
             try:
                 await asyncio.wait({known})
@@ -224,6 +231,23 @@ async def _serve(
         raise
     finally:
         await server.stop(_STOP_S)
+        if swarm is not None:
+            for artifact in artifacts:
+                await swarm.take(artifact.content_id)
+
+
+def _swarm(
+    options: SeederOptions, tracker: TrackerClient, identity: Identity, member: Membership | OwnMembership | None
+) -> Swarm | None:
+    """BitTorrent, where the settings allow any."""
+    if not options.settings.bittorrent_connections:
+        return None
+
+    async def sources(content_id: str) -> Sequence[Source]:
+        return (await tracker.sources(content_id, identity.node_id)).sources
+
+    tls = None if member is None else member.tls
+    return Swarm(options.settings, options.host, sources, environment=options.environment, tls=tls)
 
 
 async def _announce_ready(options: SeederOptions, presence: Presence) -> None:

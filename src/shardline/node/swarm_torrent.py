@@ -246,7 +246,7 @@ class SwarmTorrent:
             member.connection = connection
 
     def _member(self, figures: PeerFigures) -> Member:
-        name = self._name(Peer(figures.host, figures.port))
+        name = self._name(Peer(figures.host, figures.listens or figures.port))
         return self._members.setdefault(name, Member(name))
 
     def _name(self, peer: Peer) -> str:

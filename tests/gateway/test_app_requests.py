@@ -264,6 +264,17 @@ async def test_a_gap_that_closes_by_itself_says_so(stand: Stand) -> None:
     assert answer.headers["retry-after"] == "2"
 
 
+async def test_what_nodes_of_two_engine_classes_lack_is_told_of_each(stand: Stand) -> None:
+    """Together they have all layers, and no route: under another name, too."""
+    stand.models[0] = model_like(stand, ready=False, missing=[(0, 3)], engine_class="llama/1")
+    stand.models.append(model_like(stand, ready=False, missing=[(3, 4)], engine_class="torch/2", model="alias"))
+    error = error_of(await stand.chat(), 503, "model_unavailable")
+    assert "0:3 are missing; of engine class torch/2 3:4 are missing, and no route mixes" in error["message"]
+    assert error["missing"] == [[0, 3]] and "node --engine" in error["advice"]
+    stand.models.append(model_like(stand, ready=False, missing=[(2, 4)], engine_class="torch/2"))
+    assert error_of(await stand.chat(), 503, "model_unavailable")["missing"] == [[2, 4]]
+
+
 async def test_the_whole_one_of_two_engine_classes_is_used(stand: Stand) -> None:
     stand.models.insert(0, model_like(stand, ready=False, missing=[(0, 4)], engine_class="other"))
     assert (await stand.complete()).status_code == 200

@@ -97,16 +97,20 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
 def _several_engines(listed: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each model that Nodes of several engine classes have: what one lacks, no other makes up for."""
     classes: dict[str, set[str]] = {}
+    names: dict[str, str] = {}
     for node in listed:
         for shard in node.get("shards") or []:
             engine = (node.get("engine") or {}).get("engine_class")
             # One that loads knows its class in part only.
             if engine and not engine.endswith("/loading"):
-                classes.setdefault(str(shard.get("model")), set()).add(engine)
+                model = str(shard.get("model"))
+                content = str(shard.get("content_id", model))
+                names.setdefault(content, model)
+                classes.setdefault(content, set()).add(engine)
     return [
-        f"{model}: a route uses one engine class, so each of these needs Nodes for all layers; "
-        f"`shardline routes explain {model}` says what is missing."
-        for model, engines in sorted(classes.items())
+        f"{names[content]}: a route uses one engine class, so each of these needs Nodes for all layers; "
+        f"`shardline routes explain {content}` says what is missing."
+        for content, engines in sorted(classes.items())
         if len(engines) > 1
     ]
 

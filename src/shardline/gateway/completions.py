@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shardline.errors import RETURNING, ShardlineError
+from shardline.errors import ONE_ENGINE, RETURNING, ShardlineError
 from shardline.gateway.choices import Choice
 from shardline.gateway.detokenize import TextStream, Vocabulary
 from shardline.gateway.generate_api import GenerationRequest, Generations
@@ -39,6 +39,7 @@ _INLINE_BYTES = 256 << 10
 """A larger body is decoded beside the event loop: that can take longer than a decode step."""
 RETRY_AFTER_S = 5
 _RETURNING_S = 2
+_ENGINES_TOLD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +123,13 @@ class Completions:
 
     async def model(self, name: str) -> ModelInfo:
         """The served model of this name, or with this `content_id`; never another one."""
-        known = [model for model in await self._generations.models() if name in (model.model, model.content_id)]
+        models = await self._generations.models()
+        known = [model for model in models if name in (model.model, model.content_id)]
         if not known:
             raise ShardlineError("model_not_found", f"the model '{_short(name)}' is not served here", param="model")
         ready = next((model for model in known if model.ready), None)
         if ready is None:
-            raise _not_whole(name, next((model for model in known if model.returning), known[0]))
+            raise _not_whole(name, known, models)
         return ready
 
     async def _tokens(self, model: ModelInfo, vocabulary: Vocabulary, prompt: Prompt, suffix: str | None) -> list[int]:
@@ -204,13 +206,19 @@ class Completions:
         )
 
 
-def _not_whole(name: str, model: ModelInfo) -> ShardlineError:
+def _not_whole(name: str, known: list[ModelInfo], models: Sequence[ModelInfo]) -> ShardlineError:
+    """Of the engine classes that have parts of the model: of the one that comes back by itself, else lacks least."""
+    model = min(known, key=lambda m: (not m.returning, sum(last - first for first, last in m.missing)))
     message = f"the model '{_short(name)}' is not whole: layers {layers_text(model.missing) or 'none'} are missing"
+    others = [m for m in models if m.content_id == model.content_id and m.engine_class != model.engine_class]
+    for other in others[:_ENGINES_TOLD]:
+        lacks = layers_text(other.missing)
+        message += f"; of engine class {other.engine_class} {lacks} are missing, and no route mixes engine classes"
     return ShardlineError(
         "model_unavailable",
         f"{message} for the moment" if model.returning else message,
         param="model",
-        advice=RETURNING if model.returning else None,
+        advice=RETURNING if model.returning else ONE_ENGINE if others else None,
         missing=[list(layers) for layers in model.missing],
         retry_after=_RETURNING_S if model.returning else RETRY_AFTER_S,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardline.errors import RETURNING, ShardlineError
+from shardline.errors import ONE_ENGINE, RETURNING, ShardlineError
 from shardline.tracker.selection import (
     Candidate,
     GroupKey,
@@ -28,7 +28,6 @@ from shardline.wire.messages import ModelInfo, Peer
 
 Ranges = tuple[tuple[int, int], ...]
 _ENGINES_TOLD = 3
-_ONE_ENGINE = "Start Nodes for the missing layers of one engine class (node --engine): Nodes of others do not help it."
 RETRY_AFTER_S = 2
 """When to ask again for a model that is not whole: a Node that starts or returns needs about two heartbeats."""
 
@@ -226,7 +225,7 @@ def _unavailable(model: str, graphs: dict[GroupKey, RouteGraph], advice: str | N
         "model_unavailable",
         message,
         param="model",
-        advice=advice or (_ONE_ENGINE if others else None),
+        advice=advice or (ONE_ENGINE if others else None),
         missing=[list(r) for r in lacks[key]],
         content_id=key.content_id,
         engine_class=key.engine_class,

@@ -212,3 +212,24 @@ async def test_pytorch_from_the_same_pieces(tmp_path: Path) -> None:
         for name, (first, last) in (("first", (0, 15)), ("second", (15, 30))):
             with cluster.stored(name) as artifact:
                 assert artifact.bytes_of(artifact.held()) == wanted_bytes(artifact, first, last)
+
+
+@pytest.mark.torch
+async def test_a_safetensors_folder_by_tensor_range(tmp_path: Path) -> None:
+    """Nobody named an engine: what reads such a folder is taken."""
+    transformers = pytest.importorskip("transformers")
+    from tests.support.torch_models import SIZES, save
+
+    wide = {**SIZES, "hidden_size": 256, "intermediate_size": 1024}
+    save(transformers.LlamaConfig(**wide), tmp_path / "wide")
+    async with plane(tmp_path, tmp_path / "wide") as cluster:
+        await cluster.seed()
+        for name, (first, last) in (("first", (0, 2)), ("second", (2, 4))):
+            node = await cluster.empty_node(name, "--layers", f"{first}:{last}", *SMALL)
+            await node.until("ready", 120)
+            with cluster.stored(name) as artifact:
+                held = artifact.bytes_of(artifact.held())
+                assert held == wanted_bytes(artifact, first, last) < 0.7 * artifact.bundle.manifest.total_bytes
+        nodes = (await cluster.control("GET", f"{cluster.tracker.url}/v1/nodes")).json()["nodes"]
+        engines = [node["engine"]["backend"] for node in nodes if node["shards"]]
+        assert engines == ["torch", "torch"]

@@ -23,10 +23,10 @@ class Recorded(FileSource):
         super().__init__(path, delay_s=delay_s)
         self._file = asked.open("a")
 
-    async def read(self, number: int, start: int, end: int) -> bytes:
-        self._file.write(f"{start} {end}\n")
+    async def read(self, number: int, start: int, into: memoryview) -> None:
+        self._file.write(f"{start} {start + len(into)}\n")
         self._file.flush()
-        return await super().read(number, start, end)
+        await super().read(number, start, into)
 
 
 async def main(store: str, content_id: str, path: str, delay_s: str, asked: str) -> None:

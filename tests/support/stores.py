@@ -82,15 +82,15 @@ class FileSource:
     async def offer(self) -> Mapping[int, Pieces] | None:
         return None if self._has is None else {0: self._has}
 
-    async def read(self, number: int, start: int, end: int) -> bytes:
+    async def read(self, number: int, start: int, into: memoryview) -> None:
+        end = start + len(into)
         self.asked.append((start, end))
         await asyncio.sleep(self._delay_s)
-        data = bytearray(self._raw[start:end])
+        into[:] = self._raw[start:end]
         for piece in self._wrong:
             at = piece * self._length
             if start <= at < end:
-                data[at - start] ^= 1
-        return bytes(data)
+                into[at - start] ^= 1
 
 
 class DeadSource:
@@ -101,5 +101,5 @@ class DeadSource:
     async def offer(self) -> None:
         return None
 
-    async def read(self, number: int, start: int, end: int) -> bytes:
+    async def read(self, number: int, start: int, into: memoryview) -> None:
         raise ShardlineError("source_failed", "no connection")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -129,17 +130,17 @@ async def test_a_piece_found_damaged_is_no_longer_given(artifact: StoredArtifact
 
 
 class HeldBack(Shelf):
-    """Reads nothing before it may."""
+    """Opens nothing before it may."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.may_read = threading.Event()
+        self.may_open = threading.Event()
         self.asked = 0
 
-    def read(self, content_id: str, root: str, start: int, end: int) -> bytes:
+    def open(self, content_id: str, root: str, start: int, end: int) -> FileIO:
         self.asked += 1
-        assert self.may_read.wait(20)
-        return super().read(content_id, root, start, end)
+        assert self.may_open.wait(20)
+        return super().open(content_id, root, start, end)
 
 
 async def test_too_many_at_once_are_told_to_come_again(artifact: StoredArtifact) -> None:
@@ -153,7 +154,7 @@ async def test_too_many_at_once_are_told_to_come_again(artifact: StoredArtifact)
             first = [group.create_task(get(client, url, field)) for _ in range(2)]
             await until(lambda: shelf.asked == 2)
             refused = await get(client, url, field)
-            shelf.may_read.set()
+            shelf.may_open.set()
         assert refused.status == 429
         assert refused.headers["retry-after"] == "1"
         assert [task.result().status for task in first] == [206, 206]

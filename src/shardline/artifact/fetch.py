@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -86,6 +87,8 @@ class Fetch:
         self._changed = asyncio.Event()
         self._batch = asyncio.Event()
         self._room = asyncio.Lock()
+        self._hands = asyncio.Semaphore(os.cpu_count() or 1)
+        """Runs that are hashed and written at once: with more of them than processors, threads only take turns."""
         self._claimed: list[Run] = []
         """Their pieces are written and not yet held: other processes still leave them to us."""
         self._failure: ShardlineError | None = None
@@ -208,7 +211,8 @@ class Fetch:
                 await self._ask_offer(account)
 
     async def _work(self, account: SourceAccount) -> None:
-        """One request after the other."""
+        """One request after the other, always into the same memory."""
+        room = _Room()
         while account.state == "active" and self._plan.missing:
             run = self._next(account)
             if run is None:
@@ -218,7 +222,7 @@ class Fetch:
                 continue
             pause = None
             try:
-                pause = await self._fetch(account, run)
+                pause = await self._fetch(account, run, room)
             finally:
                 self._end(run)
             if pause is not None:
@@ -257,28 +261,28 @@ class Fetch:
             self.artifact.claims.give(run.first, run.end)
             self._claimed.remove(run)
 
-    async def _fetch(self, account: SourceAccount, run: Run) -> float | None:
+    async def _fetch(self, account: SourceAccount, run: Run, room: _Room) -> float | None:
         """Ask for a run, and store it. How long to leave the source alone, where it failed."""
         if isinstance(account.source, PlacingSource):
             return await self._fetch_placed(account, account.source, run)
         number, first = self._row.split(run)
         tree = self.artifact.files[number].tree
         start, end = tree.piece_range(first)[0], tree.piece_range(first + run.end - run.first - 1)[1]
+        data = room.of(end - start)
         began = _now()
         try:
-            data = await account.source.read(number, start, end)
-            if len(data) != end - start:
-                raise ShardlineError("source_failed", f"it gave {len(data)} of {end - start} bytes")
+            await account.source.read(number, start, data)
         except ShardlineError as error:
             return self._gave_nothing(account, run, error)
-        bad = await self._guarded(self.writer.put, number, first, data)
+        async with self._hands:
+            bad = await self._guarded(self.writer.put, number, first, data)
         if bad is None:
             return None
         self._plan.paced(account, _now() - began)
         wrong = sum(tree.piece_range(piece)[1] - tree.piece_range(piece)[0] for piece in bad)
-        account.gave(_now(), end - start - wrong)
+        account.gave(_now(), len(data) - wrong)
         if self._rate is not None:
-            self._rate.add(_now(), end - start - wrong)
+            self._rate.add(_now(), len(data) - wrong)
         if bad:
             account.gave_wrong(number, bad)
             log.warning("source_banned", source=account.source.name, file=number, pieces=bad[:8])
@@ -428,6 +432,19 @@ class Fetch:
             if some:
                 by_file[number] = Pieces(file.count, some)
         return self.artifact.bytes_of(by_file)
+
+
+class _Room:
+    """Memory for one run after the other: fresh memory costs as much as the copy into it."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def of(self, size: int) -> memoryview:
+        """`size` bytes, for one use at a time."""
+        if len(self._memory) < size:
+            self._memory = bytearray(size)
+        return memoryview(self._memory)[:size]
 
 
 def _shown(account: SourceAccount, now: float) -> Iterator[SourceProgress]:

@@ -12,7 +12,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardline.errors import ShardlineError
@@ -53,14 +53,20 @@ def sole_use(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
-    """Alone among all threads and processes; `deadline` after `wait_s`."""
+def exclusive(
+    path: Path, wait_s: float = LOCK_WAIT_S, *, limit: str = "store", waiting: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Alone among all threads and processes; `deadline`, with the name of its `limit`, after `wait_s`.
+
+    `waiting` is called while another one has it; what it raises ends the wait.
+    """
     handle = _open(path)
     try:
         deadline = time.monotonic() + wait_s
         while not _try(handle, fcntl.LOCK_EX):
+            waiting()
             if time.monotonic() >= deadline:
-                raise ShardlineError("deadline", f"another process has had {path.name} for {wait_s:g} s", limit="store")
+                raise ShardlineError("deadline", f"another process has had {path.name} for {wait_s:g} s", limit=limit)
             time.sleep(_POLL_S)
         yield
     finally:

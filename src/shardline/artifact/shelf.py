@@ -1,10 +1,12 @@
 """What this process gives to others: artifacts of the store, by content, only what is held.
 
-Owns which artifacts are offered, and reads for the server of pieces (transport/piece_server.py, which knows none of
-this room). Reading blocks. Shown by tests/transport/test_piece_server.py.
+Owns which artifacts are offered, and opens files for the server of pieces (transport/piece_server.py, which knows none
+of this room). Opening blocks. Shown by tests/transport/test_piece_server.py.
 """
 
 from __future__ import annotations
+
+from io import FileIO
 
 from shardline.artifact.store import StoredArtifact
 from shardline.artifact.stored_file import StoredFile
@@ -45,13 +47,9 @@ class Shelf:
         """Bytes of the file with this root; `not_found`."""
         return self._file(content_id, root).tree.size
 
-    def check(self, content_id: str, root: str, start: int, end: int) -> None:
-        """`artifact_incomplete` unless all of [start, end) is held."""
-        self._file(content_id, root).check_held(start, end)
-
-    def read(self, content_id: str, root: str, start: int, end: int) -> bytes:
-        """Bytes of it; `artifact_incomplete`, `not_found`."""
-        return self._file(content_id, root).read(start, end)
+    def open(self, content_id: str, root: str, start: int, end: int) -> FileIO:
+        """The file, to be read from `start` to `end` and closed; `artifact_incomplete` unless all of that is held."""
+        return self._file(content_id, root).open(start, end)
 
     def _artifact(self, content_id: str) -> StoredArtifact:
         found = self._artifacts.get(content_id)

@@ -36,8 +36,8 @@ class Source(Protocol):
         """What it has, by file number, in pieces of the artifact; None: all of it."""
         ...
 
-    async def read(self, number: int, start: int, end: int) -> bytes:
-        """Exactly the bytes [start, end) of a file, not yet checked."""
+    async def read(self, number: int, start: int, into: memoryview) -> None:
+        """Fill `into` (bytes, writable) with those of a file from `start` on, not yet checked."""
         ...
 
 

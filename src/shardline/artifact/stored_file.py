@@ -14,6 +14,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,8 @@ from shardline.wire.bitmap import Pieces
 
 RECORD_BYTES_LIMIT = 64 << 20
 SPARE_BYTES = 8 << 10
+_WRITE = 256 << 10
+"""Written and read back at a time: a processor's own cache holds it, and systems are slow with far more at once."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _ADVICE_FULL = "Make room on that disk: what is held stays, and fetching goes on from there."
 _ADVICE_LOST = "Bring the folder of the store back, or make it writable: what is held there stays."
@@ -87,19 +90,22 @@ class StoredFile:
         record = self._load()
         return self.data_path if record is None or record.elsewhere is None else Path(record.elsewhere.path)
 
-    def read(self, start: int, end: int) -> bytes:
-        """The bytes [start, end). `artifact_incomplete` where one of their pieces is not held."""
+    def open(self, start: int, end: int) -> FileIO:
+        """The file with the bytes [start, end), for reading them. `artifact_incomplete` where one of their pieces is
+        not held."""
         self.check_held(start, end)
         try:
-            handle = os.open(self.path(), os.O_RDONLY)
+            return self.path().open("rb", buffering=0)
         except OSError as error:
             raise _hole(f"{self.name[:16]} cannot be read: {error.strerror}") from None
-        try:
-            return _pread(handle, end - start, start)
-        except OSError as error:
-            raise _hole(f"{self.name[:16]} cannot be read: {error.strerror}") from None
-        finally:
-            os.close(handle)
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes [start, end); errors as of `open`."""
+        with self.open(start, end) as file:
+            try:
+                return _pread(file.fileno(), end - start, start)
+            except OSError as error:
+                raise _hole(f"{self.name[:16]} cannot be read: {error.strerror}") from None
 
     def check_held(self, start: int, end: int) -> None:
         """`artifact_incomplete` unless all pieces with bytes of [start, end) are held."""
@@ -166,19 +172,19 @@ class StoredFile:
         Only what is right is written, and it is read back. The good ones are not held before `commit`.
         """
         # Never behind the end of the file, however much came.
-        view = memoryview(data)[: self.tree.size - first * self.tree.piece_length]
+        length = self.tree.piece_length
+        view = memoryview(data)[: self.tree.size - first * length]
         good: list[int] = []
         bad: list[int] = []
-        at = 0
-        while at < len(view):
-            piece = first + len(good) + len(bad)
-            start, end = self.tree.piece_range(piece)
-            part = view[at : at + end - start]
-            (good if self.tree.verify_piece(piece, part) else bad).append(piece)
-            at += end - start
-        if good:
-            with self._naming_errors():
-                self._write(first, good, view)
+        with self._naming_errors(), self._writing() as handle:
+            # One piece after the other: what was just hashed is still near the processor when it is written.
+            for piece, at in enumerate(range(0, len(view), length), first):
+                part = view[at : at + length]
+                if self.tree.verify_piece(piece, part):
+                    _write_checked(handle, part, piece * length)
+                    good.append(piece)
+                else:
+                    bad.append(piece)
         return good, bad
 
     def commit(self, good: Pieces, bad: Pieces | None = None) -> None:
@@ -211,20 +217,12 @@ class StoredFile:
             elsewhere = Elsewhere(str(path), found.st_mtime_ns)
             self._write_record(Pieces.all(self.count), found.st_ino, elsewhere)
 
-    def _write(self, first: int, pieces: list[int], view: memoryview) -> None:
-        length = self.tree.piece_length
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[int]:
         handle = os.open(self.data_path, os.O_RDWR)
         try:
             self._written_to(os.fstat(handle))
-            back = bytearray(length)
-            for piece in pieces:
-                part = view[(piece - first) * length : (piece - first + 1) * length]
-                if len(part) < len(back):
-                    back = bytearray(len(part))
-                _pwrite(handle, part, piece * length)
-                # A bytearray compares its memory with that of the view; two views would be compared by element.
-                if os.preadv(handle, [back], piece * length) != len(part) or back != part:
-                    raise OSError(errno.EIO, "what was written reads back otherwise")
+            yield handle
         finally:
             os.close(handle)
 
@@ -371,6 +369,19 @@ def _pwrite(handle: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(handle, data[done:], offset + done)
+
+
+def _write_checked(handle: int, data: memoryview, offset: int) -> None:
+    """Write, and see that the same can be read; OSError where it cannot."""
+    back = bytearray(min(_WRITE, len(data)))
+    for at in range(0, len(data), _WRITE):
+        part = data[at : at + _WRITE]
+        if len(part) < len(back):
+            back = bytearray(len(part))
+        _pwrite(handle, part, offset + at)
+        # A bytearray compares its memory with that of the view; two views would be compared by element.
+        if os.preadv(handle, [back], offset + at) != len(part) or back != part:
+            raise OSError(errno.EIO, "what was written reads back otherwise")
 
 
 def _pread(handle: int, size: int, offset: int) -> bytes:

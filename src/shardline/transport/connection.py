@@ -1,8 +1,9 @@
 """One HTTP/1.1 connection of a client: writes a request, parses the response, tells one sink.
 
 Owns the socket, the parser and the rule when a connection may serve again. It does not choose connections, retry,
-or know what a body means: the client and the sinks do. Lowest latency is the aim: everything happens in
-`data_received`, no task, no queue. Shown by tests/transport/test_http_client.py (every split of a response).
+or know what a body means: the client and the sinks do. Lowest latency is the aim: everything happens in the socket's
+read, no task, no queue; a large body goes from the socket to where it shall lie, without a copy. Shown by
+tests/transport/test_http_client.py (every split of a response) and test_fill.py.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Sink(Protocol):
-    """Whom a connection tells of one response. Called from `data_received`: never blocks, never awaits."""
+    """Whom a connection tells of one response. Called from the socket's read: never blocks, never awaits."""
 
-    def head(self, status: int, headers: dict[str, str]) -> None: ...
+    def head(self, status: int, headers: dict[str, str]) -> memoryview | None:
+        """Where a body of known length shall lie, in exactly that length; None: `body` hears it in parts."""
 
     def body(self, data: bytes) -> None: ...
 
@@ -54,6 +56,7 @@ class Connection(asyncio.Protocol):
         "_keep",
         "_parser",
         "_paused",
+        "_place",
         "_sink",
         "_started",
         "_status",
@@ -82,6 +85,8 @@ class Connection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._headers: dict[str, str] = {}
         self._status = 0
+        self._place: memoryview | None = None
+        """Where the rest of the body goes, if the sink has a place for it."""
         self._fd: int | None = None
         """Of a plain socket that takes several pieces in one call."""
         self._head_bytes = 0
@@ -96,6 +101,7 @@ class Connection(asyncio.Protocol):
             return
         self._sink = sink
         self._headers = {}
+        self._place = None
         self._head_bytes = 0
         self._started = self._headed = self._complete = self._keep = False
         self._write(pieces)
@@ -177,6 +183,8 @@ class Connection(asyncio.Protocol):
             self._parse_failed(error)
         if self._complete:
             self._finish()
+        elif self._place is not None and self._sink is not None:
+            self._fill(self._place)
         elif not self._headed and self._sink is not None:
             self._head_bytes += len(data)
             if self._head_bytes > self._head_limit:
@@ -222,17 +230,43 @@ class Connection(asyncio.Protocol):
         self._headed = True
         if "content-length" not in headers and "transfer-encoding" not in headers and status not in (204, 304):
             raise NotOurPeer(self.peer, "its response has no marked end")
-        sink.head(status, headers)
+        place = sink.head(status, headers)
+        if place is not None and str(len(place)) != headers.get("content-length"):
+            raise ValueError("the place for a body is not as long as the body")
+        self._place = place
 
     def on_body(self, data: bytes) -> None:
-        sink = self._sink
-        if sink is not None and not self._complete:
+        sink, place = self._sink, self._place
+        if sink is None or self._complete:
+            return
+        if place is None:
             sink.body(data)
+        else:
+            place[: len(data)] = data
+            self._place = place[len(data) :]
 
     def on_message_complete(self) -> None:
         if self._headed and self._sink is not None and not self._complete:
             self._complete = True
             self._keep = self._parser.should_keep_alive()
+
+    def _fill(self, place: memoryview) -> None:
+        """The rest of the body goes from the socket to its place, past the parser, which is of no use after that."""
+        self._keep = self._parser.should_keep_alive()
+        self._parser = httptools.HttpResponseParser(self)
+        self._switch(_Filling(self, place))
+
+    def filled(self) -> None:
+        """The whole body lies in its place."""
+        self._switch(self)
+        if self._sink is not None:
+            self._finish()
+
+    def _switch(self, protocol: Connection | _Filling) -> None:
+        # A loop may ask what kind of protocol it has only when reading begins.
+        self._transport.pause_reading()
+        self._transport.set_protocol(protocol)
+        self._transport.resume_reading()
 
     def _parse_failed(self, error: httptools.HttpParserError) -> None:
         if self._complete:
@@ -247,6 +281,7 @@ class Connection(asyncio.Protocol):
 
     def _finish(self) -> None:
         sink, self._sink = self._sink, None
+        self._place = None
         self._complete = False
         self.served += 1
         transport = self._transport
@@ -256,3 +291,22 @@ class Connection(asyncio.Protocol):
         self._done(self, keep)
         if sink is not None:
             sink.end()
+
+
+class _Filling(asyncio.BufferedProtocol):
+    """Stands in for a connection while the rest of one body is read. `place` is not empty."""
+
+    def __init__(self, connection: Connection, place: memoryview) -> None:
+        self._connection = connection
+        self._place = place
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._place
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._place = self._place[nbytes:]
+        if not self._place:
+            self._connection.filled()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)

@@ -77,12 +77,13 @@ class _Whole:
         self._max_body = self._left = max_body
         self._chunks: list[bytes] = []
 
-    def head(self, status: int, headers: dict[str, str]) -> None:
+    def head(self, status: int, headers: dict[str, str]) -> memoryview | None:
         self._status = status
         self._headers = headers
         length = headers.get("content-length")
         if length is not None and int(length) > self._max_body:
             raise BrokenResponse(self._peer, f"answer of {length} bytes, limit {self._max_body}")
+        return None
 
     def body(self, data: bytes) -> None:
         self._left -= len(data)
@@ -110,6 +111,24 @@ class _Gather(_Whole):
     def lost(self, failure: Exception) -> None:
         if not self.opened.done():
             self.opened.set_exception(failure)
+
+
+class _Fill(_Gather):
+    """Sink of a request whose body has a place waiting, if it is a success and exactly as long as that."""
+
+    __slots__ = ("_into", "filled")
+
+    def __init__(self, connection: Connection, max_body: int, into: memoryview) -> None:
+        super().__init__(connection, max_body)
+        self._into = into
+        self.filled = False
+
+    def head(self, status: int, headers: dict[str, str]) -> memoryview | None:
+        super().head(status, headers)
+        if status >= 300 or headers.get("content-length") != str(len(self._into)) or not self._into:
+            return None
+        self.filled = True
+        return self._into
 
 
 class _CallBack(_Whole):
@@ -203,6 +222,31 @@ class HttpClient:
             fresh=fresh,
         )
         return sink.opened.result()
+
+    async def fill(
+        self,
+        url: str,
+        into: memoryview,
+        *,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        limit: str,
+        max_body: int,
+        authorize: bool = True,
+        address: tuple[str, int] | None = None,
+        retry_once: bool = False,
+    ) -> tuple[Response, bool]:
+        """GET a large body straight into memory: the answer, and whether its body went to `into` (bytes, writable).
+
+        It does where the answer is a success with exactly as many bytes; any other has its body as from `request`, of
+        at most `max_body` bytes. What stands in `into` after a failure means nothing. The rest is as of `request`.
+        """
+        origin, pieces = self._compose(
+            "GET", url, b"", content_type=None, headers=headers, authorize=authorize, address=address
+        )
+        make = partial(_Fill, max_body=max_body, into=into)
+        sink = await self._exchange(origin, pieces, make, timeout_s=timeout_s, limit=limit, retry_once=retry_once)
+        return sink.opened.result(), sink.filled
 
     def post_now(
         self,

@@ -28,6 +28,7 @@ from shardline.transport.bodies import ClientLeft, decode_json, header, read_bod
 from shardline.transport.body_room import BodyRoom
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, error_bytes, has_credential
 from shardline.transport.direct import DirectLane
+from shardline.transport.file_send import with_files
 from shardline.transport.guard import CLIENT, CONNECTIONS, GuardedProtocol, GuardLimits, WholeRequest
 from shardline.transport.handshakes import HANDSHAKES, TlsListener
 
@@ -289,6 +290,7 @@ class HttpServer:
     async def _serve_one(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             receive = WholeRequest(receive, scope["state"][CLIENT])
+            send = with_files(scope, send)
         try:
             await self._app(scope, receive, send)
         except asyncio.CancelledError:

@@ -71,18 +71,17 @@ class NodePieces:
         except ShardlineError as error:
             raise _failed(f"its offer is wrong: {error.message}", final=True) from None
 
-    async def read(self, number: int, start: int, end: int) -> bytes:
-        """The bytes [start, end) of a file. `source_failed`, or the error that it answered with."""
+    async def read(self, number: int, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes of a file from `start` on. `source_failed`, or the error that it answered with."""
         file = self._files[number]
-        await self._pace.take(end - start)
-        url = f"{self._url}/{file.root}"
+        await self._pace.take(len(into))
         try:
-            response = await _get(self._client, url, start, end)
+            response, filled = await _get(self._client, f"{self._url}/{file.root}", start, into)
             if response.status >= 400:
                 raise answers.error_of(self.name, *response)
         except HttpFailure as failure:
             raise _failed(failure.why) from None
-        return _checked(response, start, end, file.size)
+        _check(response, filled, start, into, file.size)
 
 
 class WebSeed:
@@ -106,20 +105,21 @@ class WebSeed:
         """Web seeds have everything."""
         return
 
-    async def read(self, number: int, start: int, end: int) -> bytes:
-        """The bytes [start, end) of a file, or `source_failed`."""
+    async def read(self, number: int, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes of a file from `start` on, or `source_failed`."""
         file = self._files[number]
-        await self._pace.take(end - start)
+        await self._pace.take(len(into))
         url = self._moved.get(number) or self._url + quote(file.path)
         for _ in range(REDIRECTS + 1):
+            address = await self._resolved()
             try:
-                response = await _get(self._client, url, start, end, address=await self._resolved(), authorize=False)
+                response, filled = await _get(self._client, url, start, into, address=address, authorize=False)
             except HttpFailure as failure:
                 raise _failed(failure.why) from None
             if response.status not in _MOVED:
-                data = _checked(response, start, end, file.size)
+                _check(response, filled, start, into, file.size)
                 self._moved[number] = url
-                return data
+                return
             url = self._followed(url, response)
         raise _failed(f"it redirects more than {REDIRECTS} times", final=True)
 
@@ -146,27 +146,31 @@ async def _get(
     client: HttpClient,
     url: str,
     start: int,
-    end: int,
+    into: memoryview,
     *,
     address: tuple[str, int] | None = None,
     authorize: bool = True,
-) -> Response:
-    return await client.request(
-        "GET",
+) -> tuple[Response, bool]:
+    return await client.fill(
         url,
-        headers={"range": f"bytes={start}-{end - 1}", "user-agent": "shardline", "accept-encoding": "identity"},
-        timeout_s=GRACE_S + (end - start) / SLOWEST_BYTES_PER_S,
+        into,
+        headers={
+            "range": f"bytes={start}-{start + len(into) - 1}",
+            "user-agent": "shardline",
+            "accept-encoding": "identity",
+        },
+        timeout_s=GRACE_S + len(into) / SLOWEST_BYTES_PER_S,
         limit="pieces",
         # Errors have bodies, too.
-        max_body=max(end - start, 64 << 10),
+        max_body=max(len(into), 64 << 10),
         authorize=authorize,
         address=address,
         retry_once=True,
     )
 
 
-def _checked(response: Response, start: int, end: int, size: int) -> bytes:
-    """The body, if the answer is what a Range request must get."""
+def _check(response: Response, filled: bool, start: int, into: memoryview, size: int) -> None:
+    """See that the answer is what a Range request must get, and that its body is in its place."""
     status, headers, body = response
     if status != 206:
         final = status not in (408, 425, 429) and status < 500
@@ -175,11 +179,12 @@ def _checked(response: Response, start: int, end: int, size: int) -> bytes:
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         raise _failed("it encodes what it sends", final=True)
     found = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-    if found is None or (int(found[1]), int(found[2]) + 1, int(found[3])) != (start, end, size):
+    if found is None or (int(found[1]), int(found[2]) + 1, int(found[3])) != (start, start + len(into), size):
         raise _failed(f"it sent another range than was asked for: {headers.get('content-range', 'none')[:80]!r}")
-    if len(body) != end - start:
-        raise _failed(f"it sent {len(body)} bytes for a range of {end - start}")
-    return body
+    if not filled:
+        if len(body) != len(into):
+            raise _failed(f"it sent {len(body)} bytes for a range of {len(into)}")
+        into[:] = body
 
 
 def _failed(why: str, *, final: bool = False) -> ShardlineError:

@@ -8,20 +8,26 @@ certificates. What is held is the shelf's. Shown by tests/transport/test_piece_s
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+from io import FileIO
 from typing import Protocol
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.transport.bodies import header, send_body, send_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary, error_bytes
+from shardline.transport.file_send import EXTENSION
 from shardline.transport.pace import Pace
 from shardline.wire.bitmap import HeldPieces
 
 PREFIX = "/v1/pieces/"
 CHUNK = 1 << 20
+"""What is read at a time, and must be taken within `client_stall_s`; …"""
+SENT_WHOLE = 8 << 20
+"""… where nothing is read, because the system sends files, so much at a time, within as much more."""
 _PATH = re.compile(r"(mac1-[0-9a-f]{64})(?:/([0-9a-f]{64}))?")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
 
@@ -33,10 +39,8 @@ class PieceShelf(Protocol):
 
     def size(self, content_id: str, root: str) -> int: ...
 
-    def check(self, content_id: str, root: str, start: int, end: int) -> None: ...
-
-    def read(self, content_id: str, root: str, start: int, end: int) -> bytes:
-        """Blocks; called in a thread."""
+    def open(self, content_id: str, root: str, start: int, end: int) -> FileIO:
+        """The file, to be read from `start` to `end` and closed. Blocks; called in a thread."""
         ...
 
 
@@ -74,7 +78,7 @@ class PieceServer:
         size = self._shelf.size(content_id, root)
         try:
             start, end = _asked_range(header(scope, b"range"), size)
-            self._shelf.check(content_id, root, start, end)
+            file = await asyncio.to_thread(self._shelf.open, content_id, root, start, end)
         except ShardlineError as error:
             if error.code != "artifact_incomplete":
                 raise
@@ -87,29 +91,35 @@ class PieceServer:
             (b"content-range", b"bytes %d-%d/%d" % (start, end - 1, size)),
             (b"cache-control", b"no-store"),
         ]
-        # The first bytes are read before the head is sent: what cannot be read is still refused properly.
-        chunk = await self._read(content_id, root, start, end)
-        await send({"type": "http.response.start", "status": 206, "headers": fields})
-        while True:
-            start += len(chunk)
-            await self._send(send, chunk, more=start < end)
-            if start >= end:
-                return
-            chunk = await self._read(content_id, root, start, end)
+        with file:
+            await send({"type": "http.response.start", "status": 206, "headers": fields})
+            whole = EXTENSION in scope.get("extensions", ())
+            while start < end:
+                stop = min(end, start + (SENT_WHOLE if whole else CHUNK))
+                await self._pace.take(stop - start)
+                part = _file_part if whole else _read_part
+                await self._send(send, await part(file, start, stop - start), stop - start, more=stop < end)
+                start = stop
 
-    async def _read(self, content_id: str, root: str, start: int, end: int) -> bytes:
-        stop = min(end, start + CHUNK)
-        await self._pace.take(stop - start)
-        return await asyncio.to_thread(self._shelf.read, content_id, root, start, stop)
-
-    async def _send(self, send: Send, chunk: bytes, *, more: bool) -> None:
-        limit_s = self._settings.client_stall_s
+    async def _send(self, send: Send, message: Message, count: int, *, more: bool) -> None:
+        limit_s = self._settings.client_stall_s * max(1, count // CHUNK)
         try:
             async with asyncio.timeout(limit_s):
-                await send({"type": "http.response.body", "body": chunk, "more_body": more})
+                await send({**message, "more_body": more})
         except TimeoutError:
-            raise ShardlineError("slow_client", f"{len(chunk)} bytes were not taken in {limit_s:g} s") from None
-        self.sent_bytes += len(chunk)
+            raise ShardlineError("slow_client", f"{count} bytes were not taken in {limit_s:g} s") from None
+        self.sent_bytes += count
+
+
+async def _file_part(file: FileIO, start: int, count: int) -> Message:
+    return {"type": EXTENSION, "file": file, "offset": start, "count": count}
+
+
+async def _read_part(file: FileIO, start: int, count: int) -> Message:
+    data = await asyncio.to_thread(os.pread, file.fileno(), count, start)
+    if len(data) != count:
+        raise ShardlineError("artifact_incomplete", "the file became shorter while it was sent")
+    return {"type": "http.response.body", "body": data}
 
 
 def piece_app(server: PieceServer, credential: str) -> ASGIApp:

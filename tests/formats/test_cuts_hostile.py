@@ -120,8 +120,9 @@ def test_a_tensor_that_no_rule_knows_goes_into_every_part(tmp_path: Path) -> Non
 
 def test_a_vocabulary_of_odd_tokens_is_copied_byte_by_byte(tmp_path: Path) -> None:
     keys = metadata("llama", 2)
-    keys["tokenizer.ggml.tokens"] = [b"\xff\xfe", b"a\x00b", b"", b"", b"\xf0\x9f"]
-    keys["tokenizer.ggml.eos_token_id"] = (1 << 32) - 1
+    keys["tokenizer.ggml.tokens"] = ["\u00ff".encode(), b"a\x00b", b"", b"", b"\xf0\x9f\x90\xa2"]
+    keys["tokenizer.ggml.token_type"] = Typed("i32", [1, 4, 1, 5, 77])
+    keys["tokenizer.ggml.padding_token_id"] = (1 << 32) - 1
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_bytes(keys, tensors(2)))
     model = read_model(path)

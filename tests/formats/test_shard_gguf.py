@@ -288,7 +288,7 @@ def test_runs_of_the_source_are_one_piece_and_the_longest_lies_in_pages_as_there
 
 def test_a_long_vocabulary_is_not_in_the_header(tmp_path: Path) -> None:
     words = [f"token{i}" for i in range(20_000)]
-    keys = {**metadata("llama", 4), "tokenizer.ggml.tokens": words}
+    keys = {**metadata("llama", 4), "tokenizer.ggml.tokens": words, "tokenizer.ggml.token_type": [1] * len(words)}
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_bytes(keys, tensors(4)))
     for first, last in ((0, 2), (2, 4)):
@@ -306,7 +306,7 @@ def test_the_whole_model_needs_no_file(tmp_path: Path) -> None:
     [
         ({"drop": "token_embd.weight"}, "no tensor token_embd.weight"),
         ({"drop": "blk.3."}, "no tensor of layer 3"),
-        ({"width": 16}, "the rows of the model have 16"),
+        ({"width": 16}, "embedding_length is 16, the embedding has rows of 32"),
         ({"flat": True}, "tensor token_embd.weight has the shape"),
     ],
 )
@@ -323,9 +323,9 @@ def test_what_is_missing_is_named(tmp_path: Path, change: dict[str, Any], messag
 
 
 def test_odd_strings_do_no_harm(tmp_path: Path) -> None:
-    """Bytes that are no UTF-8 in names and tokens go through, or stay behind, but never fail."""
+    """Bytes that are no UTF-8 in names, and odd tokens, go through, or stay behind, but never fail."""
     keys = metadata("llama", 4) | {"general.name": b"\xff\xfe\x00", "llama.odd": b"\x80\x00\xff"}
-    keys["tokenizer.ggml.tokens"] = [b"\xff", b"\x00", b"", b"same", b"same", *(b"x" for _ in range(59))]
+    keys["tokenizer.ggml.tokens"] = ["\u00ff", b"\x00", b"", *(f"x{i}" for i in range(61))]
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_bytes(keys, tensors(4)))
     model = read_model(path)
@@ -334,7 +334,7 @@ def test_odd_strings_do_no_harm(tmp_path: Path) -> None:
     assert header.kv["llama.odd"] == b"\x80\x00\xff"
     vocabulary = plan_vocabulary(model)
     assert parse_header(vocabulary.header, vocabulary.nbytes).strings("tokenizer.ggml.tokens")[:3] == [
-        b"\xff",
+        "\u00ff".encode(),
         b"\x00",
         b"",
     ]

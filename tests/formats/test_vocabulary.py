@@ -8,7 +8,8 @@ import pytest
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import parse_header
-from shardline.formats.vocabulary import check_vocabulary
+from shardline.formats.vocabulary import PRE_TOKENIZERS, check_distinct, check_vocabulary
+from shardline.model.pre_tokenizers import NAMES
 from tests.support.gguf_writer import LLAMA, Typed, gguf_bytes
 
 P = "tokenizer.ggml."
@@ -21,12 +22,40 @@ def check(keys: dict[str, Any]) -> list[str]:
 
 def test_a_right_vocabulary_has_no_warnings() -> None:
     assert check({}) == []
-    assert check({P + "scores": [0.0] * 8, P + "add_bos_token": True, P + "model": "llama", P + "merges": None}) == []
+    tokens = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    scores = {P + "scores": [0.0] * 258, P + "token_type": None, P + "merges": None}
+    assert check({P + "tokens": tokens, **scores, P + "add_bos_token": True, P + "model": "llama"}) == []
 
 
 def test_odd_tokens_are_legal() -> None:
-    tokens = [b"\xff", b"a\x00b", b"", b"same", b"same", b" ", b"\n", b"x"]
+    tokens = ["\u00e9", b"a\x00b", b"", b"same", b"same", b" ", b"\n", b"x"]
     assert check({P + "tokens": tokens}) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (["a", "b", "c", "b"], "entries 1 and 3 of key tokenizer.ggml.tokens are the same token, b'b'"),
+        (["a", b"b\0x", b"b\0y"], "entries 1 and 2"),
+        (["a", "[EMPTY_2]", ""], "entries 1 and 2"),
+        (["a", "[EMPTY_1]", ""], None),
+    ],
+)
+def test_equal_tokens_are_named_for_the_engine_that_does_not_take_them(tokens: list[Any], words: str | None) -> None:
+    data = gguf_bytes({**LLAMA, P + "tokens": tokens})
+    header = parse_header(data, len(data))
+    if words is None:
+        check_distinct(header)
+        return
+    with pytest.raises(ShardlineError, match=words) as caught:
+        check_distinct(header)
+    assert caught.value.code == "model_file_invalid"
+
+
+def test_pre_tokenizers_are_those_that_engines_have() -> None:
+    assert PRE_TOKENIZERS == NAMES
+    for name in ("", *PRE_TOKENIZERS):
+        assert check({P + "pre": name}) == []
 
 
 def test_merges_with_spaces_in_their_halves() -> None:
@@ -37,6 +66,12 @@ DEFECTS: list[tuple[dict[str, Any], str]] = [
     ({P + "tokens": None}, "tokens is not an array"),
     ({P + "tokens": Typed("string", [])}, "tokens is empty"),
     ({P + "tokens": [1, 2]}, "tokens is not an array of strings"),
+    ({P + "tokens": ["a", b"b\xff", *"cdefgh"]}, "entry 1 of key tokenizer.ggml.tokens is not UTF-8"),
+    ({P + "model": "telepathy"}, "ggml.model is 'telepathy', for which no engine tokenises"),
+    ({P + "model": "bert"}, "ggml.model is 'bert'"),
+    ({P + "pre": "telepathy"}, "ggml.pre is 'telepathy', a pre-tokenizer that nobody knows"),
+    ({P + "pre": 5}, "ggml.pre is the int 5"),
+    ({P + "model": "llama", P + "merges": None}, "ggml.tokens has no token for every byte"),
     ({P + "scores": [0.0] * 7}, "scores has 7 entries for 8 tokens"),
     ({P + "token_type": Typed("i32", [1] * 9)}, "token_type has 9 entries for 8 tokens"),
     ({P + "token_type": ["1"] * 8}, "token_type is not an array of numbers"),

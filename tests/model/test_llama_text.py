@@ -156,10 +156,10 @@ TOKENS = BYTE_PAIRS["tokenizer.ggml.tokens"]
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokenizer.ggml.tokens": [*TOKENS[:-1], "a"]}, "twice"),
-        ({"tokenizer.ggml.tokens": [*TOKENS[:-1], "a\0b"]}, "twice"),
+        ({"tokenizer.ggml.tokens": [*TOKENS[:-1], "a"]}, "the same token, b'a'"),
+        ({"tokenizer.ggml.tokens": [*TOKENS[:-1], "a\0b"]}, "the same token, b'a'"),
         ({"tokenizer.ggml.tokens": [*TOKENS[:-1], b"\xff"]}, "not UTF-8"),
-        ({"tokenizer.ggml.pre": "telepathy"}, "pre-tokenizer 'telepathy' is unknown"),
+        ({"tokenizer.ggml.pre": "telepathy"}, "ggml.pre is 'telepathy'"),
         (
             {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.model": "bert"},
             "bert",

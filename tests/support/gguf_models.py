@@ -36,7 +36,7 @@ def metadata(architecture: str, layers: int, keys: Mapping[str, Any] | None = No
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": [f"t{i}" for i in range(VOCABULARY)],
         "tokenizer.ggml.token_type": Typed("i32", [1] * VOCABULARY),
-        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.merges": Typed("string", []),
         "tokenizer.chat_template": "{{ messages }}",
     }
 

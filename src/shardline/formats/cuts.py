@@ -17,6 +17,7 @@ from shardline.formats.layer_kinds import ArchitectureKeys, Flags, LayerKinds, l
 from shardline.formats.layers import check_range
 from shardline.formats.memory import WeightBytes
 from shardline.formats.shape import CONTEXT_LIMIT, ModelShape, shape_of_gguf
+from shardline.formats.soundness import check_for_llama
 
 LAYERS_LIMIT = 512
 """Of llama.cpp: it loads no model with more."""
@@ -186,6 +187,7 @@ def is_special(rules: LlamaRules, n_layers: int, vocabulary: int | None) -> bool
 def cuts_of(header: GGUFHeader) -> Cuts:
     """The cuts of the model with this header (of its first file). Errors: `model_file_invalid`."""
     shape = shape_of_gguf(header)
+    check_for_llama(header)
     try:
         rules = llama_rules(of_gguf(shape.architecture))
         kinds = layer_kinds(header, shape, rules)

@@ -1,7 +1,8 @@
 """A GGUF model as files: one, or the parts `NAME-00001-of-0000N.gguf` of one.
 
-Owns the naming of parts and the joined tensor table; each header is read by formats/gguf.py. It opens the parts that
-lie beside the file that was named, and nothing else. Shown by tests/formats/test_gguf_files.py.
+Owns the naming of parts and the joined tensor table; each header is read by gguf.py, its text is checked by
+vocabulary.py. It opens the parts that lie beside the file that was named, and nothing else.
+Shown by tests/formats/test_gguf_files.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import TENSORS_LIMIT, GGUFHeader, TensorInfo, read_header
+from shardline.formats.vocabulary import check_vocabulary, has_vocabulary
 
 PARTS_LIMIT = 10_000
 SHARD_LAYERS = "shardline.source.layers"
@@ -56,7 +58,7 @@ def part_paths(path: Path | str) -> list[Path]:
 
 def read_model(path: Path | str) -> GGUFModel:
     """Read the headers of all parts and join their tables; `model_file_invalid` where they do not fit together,
-    or are the file of a Shard."""
+    or are the file of a Shard, or the vocabulary has a defect."""
     paths = part_paths(path)
     headers = tuple(read_header(p) for p in paths)
     _check_whole(paths[0], headers[0])
@@ -72,6 +74,8 @@ def read_model(path: Path | str) -> GGUFModel:
     declared = headers[0].integer("split.tensors.count", len(tensors))
     if declared != len(tensors):
         raise _bad(f"the parts have {len(tensors)} tensors, but key split.tensors.count is {declared}")
+    if has_vocabulary(headers[0]):
+        check_vocabulary(headers[0])
     return GGUFModel(tuple(paths), headers, tensors)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import Array, GGUFHeader
+from shardline.formats.soundness import LAYERS_LIMIT, check_numbers
 
-LAYERS_LIMIT = 4096
 WIDTH_LIMIT = 1 << 24
 CONTEXT_LIMIT = 1 << 40
 
@@ -49,7 +49,8 @@ class ModelShape:
 
 
 def shape_of_gguf(header: GGUFHeader) -> ModelShape:
-    """Measures from the metadata of a GGUF model (its first part)."""
+    """Measures from the metadata of a GGUF model (its first part), all of whose numbers can be true."""
+    check_numbers(header)
     fields = _Gguf(header)
     blocks = fields.need("block_count", LAYERS_LIMIT)
     predicting = fields.get("nextn_predict_layers", LAYERS_LIMIT) or 0
@@ -70,7 +71,7 @@ def shape_of_gguf(header: GGUFHeader) -> ModelShape:
         n_layers=n_layers,
         hidden_size=hidden,
         vocab_size=vocabulary,
-        context_length=fields.get("context_length", CONTEXT_LIMIT),
+        context_length=fields.get("context_length", CONTEXT_LIMIT) or None,
         kv_heads=kv_heads[:n_layers] if kv_heads else None,
         key_width=fields.get("attention.key_length", WIDTH_LIMIT) or width,
         value_width=fields.get("attention.value_length", WIDTH_LIMIT) or width,

@@ -190,11 +190,8 @@ def read_text(
 
 def _tokens(header: GGUFHeader) -> Iterable[str]:
     for token, raw in enumerate(header.strings(PREFIX + "tokens")):
-        try:
-            # Behind a NUL llama.cpp sees nothing.
-            yield raw.partition(b"\0")[0].decode() or f"[EMPTY_{token}]"
-        except UnicodeDecodeError:
-            raise invalid(f"{PREFIX}tokens holds bytes that are not UTF-8") from None
+        # Behind a NUL llama.cpp sees nothing.
+        yield raw.partition(b"\0")[0].decode() or f"[EMPTY_{token}]"
 
 
 def _pre_tokenizer(header: GGUFHeader, kind: str) -> PreTokenizer | None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import GGUFHeader
-from shardline.formats.vocabulary import PREFIX
+from shardline.formats.vocabulary import PREFIX, check_distinct
 from shardline.model.gguf_vocabulary import GGUFText, Vocabulary, byte_alphabet, invalid, merges_of, read_text
 from shardline.model.llama_library import LlamaLibrary
 from shardline.model.merging import BytePairs
@@ -127,10 +127,7 @@ def check_text(header: GGUFHeader) -> GGUFText | None:
     """
     if not has_text(header):
         return None
-    raw = header.strings(PREFIX + "tokens")
-    tokens = [text.partition(b"\0")[0] or b"[EMPTY_%d]" % token for token, text in enumerate(raw)]
-    if len(set(tokens)) != len(tokens):
-        raise invalid("a token stands in it twice, which llama.cpp does not take (the PyTorch engine does)")
+    check_distinct(header)
     return read_text(header, 0, 0, pieces=[] if _kind(header) in _ONLY_HERE else None)
 
 

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import structlog
 import uvloop
 
 from bench.piece_party import FETCHER, SEEDER, Fetched, _opened, _tls
@@ -111,6 +112,7 @@ async def _fetch(folder: Path, port: str, *, tls: bool) -> Fetched:
 def main(arguments: list[str]) -> None:
     what, folder, *rest = arguments
     tls = "tls" in rest
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if what == "seed":
             runner.run(_seed(Path(folder), tls=tls))

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import structlog
+
 from shardline.artifact import fetch as fetching
 from shardline.artifact.fetch import Fetch
 from shardline.artifact.store import Store
@@ -20,6 +22,7 @@ from tests.support.swarms import until
 
 async def main(store: str, content_id: str, seeder: str) -> None:
     fetching.COMMIT_S = 0.02
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
     async def sources(content_id: str) -> Sequence[Source]:
         return [Source(node="n-one", url="http://127.0.0.1:9", bittorrent=seeder)]

@@ -17,6 +17,7 @@ from cryptography.x509.oid import NameOID
 
 from shardline.errors import ShardlineError
 from shardline.transport.authority import (
+    ANY_TORRENT,
     OPERATOR,
     TRACKER,
     Authority,
@@ -56,7 +57,7 @@ def test_what_a_certificate_says(tmp_path: Path) -> None:
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.UniformResourceIdentifier) == [f"shardline:node:{NODE}"]
     assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.2", "fe80::1"]
-    assert names.get_values_for_type(x509.DNSName) == ["node.lan"]
+    assert names.get_values_for_type(x509.DNSName) == ["node.lan", ANY_TORRENT]
     assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     assert certificate.not_valid_after_utc == datetime.fromtimestamp(NOW + 86400, UTC)
     assert lifetime(pem) == (NOW, NOW + 86400)
@@ -146,13 +147,13 @@ def test_what_a_request_asks_for_beside_its_key_is_not_given(tmp_path: Path) -> 
     request = hostile_request(
         key,
         x509.BasicConstraints(ca=True, path_length=None),
-        x509.SubjectAlternativeName([x509.UniformResourceIdentifier("shardline:tracker"), x509.DNSName("*")]),
+        x509.SubjectAlternativeName([x509.UniformResourceIdentifier("shardline:tracker"), x509.DNSName("node.lan")]),
     )
     pem = own.issue(requested_key(request), NODE, ["10.0.0.2"], now=NOW, seconds=60)
     certificate = x509.load_pem_x509_certificate(pem)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.UniformResourceIdentifier) == [f"shardline:node:{NODE}"]
-    assert names.get_values_for_type(x509.DNSName) == []
+    assert names.get_values_for_type(x509.DNSName) == [ANY_TORRENT]
     assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     assert own.expired_at(pem.decode(), "tracker") is None
 

@@ -96,28 +96,32 @@ async def test_silence_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 @needed
 async def test_it_dies_with_its_node() -> None:
     script = """
-import asyncio, os
+import asyncio, os, sys
+import structlog
 from shardline.transport.torrent_messages import Begin
 from shardline.transport.torrent_process import torrent_process
 async def main():
     async with torrent_process(Begin("127.0.0.1", 0, "", "", "", 0, 0, 1 << 20, 8), os.environ) as process:
         print(process.pid, flush=True)
         await asyncio.sleep(60)
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 asyncio.run(main())
 """
     node = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     assert node.stdout is not None
-    async with asyncio.timeout(30):
-        pid = int(await node.stdout.readline())
-    node.kill()
-    await node.communicate()
+    try:
+        async with asyncio.timeout(30):
+            pid = int(await node.stdout.readline())
+    finally:
+        node.kill()
+        await node.communicate()
     async with asyncio.timeout(10):
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             await asyncio.sleep(0.02)
 
 
 async def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ShardlineError, match=r"shardline\[bt\]"):
+    monkeypatch.setattr(processes, "LIBRARY", "a_library_that_is_not_there")
+    with pytest.raises(ShardlineError, match=r"pip install 'shardline\[bt\]'"):
         async with torrent_process(begin(), os.environ):
             raise AssertionError

@@ -173,8 +173,9 @@ class PeerFigures(msgspec.Struct, frozen=True, array_like=True):
 
     host: str
     port: int
-    incoming: bool
-    """Then `port` is not where it takes connections."""
+    """Of this connection."""
+    listens: int
+    """Where it says that it takes connections; 0 where it did not say."""
     received_bytes: int
     sent_bytes: int
     receives_per_s: int

@@ -23,6 +23,7 @@ import structlog
 from shardline.errors import ShardlineError
 from shardline.transport.torrent_messages import REPORT_BYTES, Begin, Frames, Listening, Order, Report, frame
 
+LIBRARY = "libtorrent"
 START_S = 20.0
 SILENT_S = 10.0
 """It says twice a second that it is alive; one that says nothing for so long is ended."""
@@ -36,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 def missing() -> str | None:
     """Why this machine cannot speak BitTorrent; None: it can."""
-    if importlib.util.find_spec("libtorrent") is None:
+    if importlib.util.find_spec(LIBRARY) is None:
         return "libtorrent is not installed: pip install 'shardline[bt]'"
     return None
 

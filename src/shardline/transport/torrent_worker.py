@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import resource
 import select
 import signal
@@ -63,6 +64,8 @@ _READ_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _EVERYTHING = (("0.0.0.0", "255.255.255.255"), ("::", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"))
+_WILDCARDS = ("0.0.0.0", "::")
+_SAID_PORT = re.compile(rb"-SL([0-9]{5})-")
 _NO_TLS_GROUP = "[dh params]"
 """libtorrent wants parameters of a key exchange that TLS 1.3 does not have, and says so for each certificate."""
 
@@ -147,20 +150,24 @@ class Session:
             everybody.add_rule(start, end, 1 << self._session.global_peer_class_id)
         self._session.set_peer_class_filter(everybody)
         self._filter()
-        self._wait_until_it_listens()
+        self._wait_until_it_listens(anywhere=begin.host in _WILDCARDS)
         self._session.set_alert_fd(wake)
         report(Listening(port))
 
-    def _wait_until_it_listens(self) -> None:
+    def _wait_until_it_listens(self, *, anywhere: bool) -> None:
+        """`anywhere`: one address of the machine is enough."""
         deadline = time.monotonic() + _LISTEN_S
+        why = f"nothing listens after {_LISTEN_S:g} s"
         while time.monotonic() < deadline:
             for alert in self._session.pop_alerts():
-                if isinstance(alert, lt.listen_failed_alert):
-                    raise RuntimeError(alert.message())
                 if isinstance(alert, lt.listen_succeeded_alert):
                     return
+                if isinstance(alert, lt.listen_failed_alert):
+                    why = alert.message()
+                    if not anywhere:
+                        raise RuntimeError(why)
             self._session.wait_for_alert(100)
-        raise RuntimeError(f"nothing listens after {_LISTEN_S:g} s")
+        raise RuntimeError(why)
 
     # ---- orders --------------------------------------------------------------------------------------------------
 
@@ -291,16 +298,10 @@ class Session:
             if not named or not torrent.ready:
                 continue
             there = torrent.handle.get_peer_info()
-            called = {info.ip for info in there if info.flags & lt.peer_info.local_connection}
-            callers = [info.ip[0] for info in there if not info.flags & lt.peer_info.local_connection]
+            here = {(info.ip[0], _listens(info)) for info in there}
             for peer in named:
-                if (peer.host, peer.port) in called:
-                    continue
-                if peer.host in callers:
-                    # Somebody of that address is here: which of them cannot be seen, so each counts for one.
-                    callers.remove(peer.host)
-                    continue
-                torrent.handle.connect_peer((peer.host, peer.port))
+                if (peer.host, peer.port) not in here:
+                    torrent.handle.connect_peer((peer.host, peer.port))
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
@@ -359,6 +360,7 @@ class Session:
     def _flushed(self, torrent: Torrent) -> None:
         # One flush that libtorrent began by itself may be taken for ours, a moment too early: it is read back anyway.
         if torrent.flushing is not None:
+            self._report(_seen(torrent))
             for file, pieces in torrent.split(torrent.flushing).items():
                 self._report(Written(torrent.content_id, torrent.generation, file, pieces.to_bytes()))
             torrent.flushing = None
@@ -381,6 +383,15 @@ class Session:
         return any(torrent.fresh for torrent in self._torrents.values())
 
 
+def _listens(info: Any) -> int:
+    """The port at which the other end takes connections: the one that was called, or what its name says."""
+    if info.flags & lt.peer_info.local_connection:
+        port: int = info.ip[1]
+        return port
+    said = _SAID_PORT.match(info.pid.to_bytes())
+    return int(said[1]) if said else 0
+
+
 def _seen(torrent: Torrent) -> Seen:
     infos = torrent.handle.get_peer_info()
     status = torrent.handle.status(0)
@@ -395,7 +406,7 @@ def _seen(torrent: Torrent) -> Seen:
             PeerFigures(
                 info.ip[0],
                 info.ip[1],
-                not info.flags & lt.peer_info.local_connection,
+                _listens(info),
                 info.total_download,
                 info.total_upload,
                 info.payload_down_speed,
@@ -418,17 +429,22 @@ def _settings(begin: Begin, port: int) -> dict[str, Any]:
         interfaces += f",0.0.0.0:{port}{suffix}"
     return {
         "listen_interfaces": interfaces,
-        "outgoing_interfaces": "" if begin.host in ("::", "0.0.0.0") else begin.host,
+        "outgoing_interfaces": "" if begin.host in _WILDCARDS else begin.host,
         "enable_dht": False,
         "enable_lsd": False,
         "enable_upnp": False,
         "enable_natpmp": False,
         "dht_bootstrap_nodes": "",
         "webtorrent_stun_server": "",
+        # The port that was asked for or none: others are told it.
+        "max_retry_port_bind": 0,
+        "listen_system_port_fallback": False,
         # Over loopback it was a tenth as fast as TCP.
         "enable_incoming_utp": False,
         "enable_outgoing_utp": False,
         "user_agent": "shardline",
+        # Who calls says so where it takes calls itself. Who lies about it can only be taken for one of its own address.
+        "peer_fingerprint": f"-SL{port:05}-",
         "allow_multiple_connections_per_ip": True,
         # Who has all it wants today may want another layer range, or give it, tomorrow.
         "close_redundant_connections": False,

@@ -77,8 +77,7 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
         for shard in node.get("shards") or [{}]:
             state, reason = state_of(node, shard)
             reasons += [f"{node['id']} is {state}: {reason}"] if reason else []
-            engine = (node.get("engine") or {}).get("engine_class") or "no engine yet"
-            tables.setdefault(f"{shard.get('model') or 'no model yet'}, {engine}", []).append(
+            tables.setdefault(_title(node, shard), []).append(
                 (
                     node["id"],
                     f"{shard['first']}:{shard['last']}" if "first" in shard else "–",
@@ -92,6 +91,14 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
     texts = [f"{title}\n{columns(header, rows)}" for title, rows in tables.items()]
     notes = [*reasons, *_several_engines(listed)]
     return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
+
+
+def _title(node: dict[str, Any], shard: dict[str, Any]) -> str:
+    """What all in one table have in common."""
+    engine = node.get("engine") or {}
+    if not shard and engine.get("backend") == "none":
+        return "Seeders: they compute nothing, and give pieces of Model Artifacts to Nodes"
+    return f"{shard.get('model') or 'no model yet'}, {engine.get('engine_class') or 'no engine yet'}"
 
 
 def _several_engines(listed: Sequence[dict[str, Any]]) -> list[str]:
@@ -151,8 +158,11 @@ def _all_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
 
 
 def state_of(node: dict[str, Any], shard: dict[str, Any]) -> tuple[str, str]:
-    """The Tracker's word on the Node where it is in no route, else the Shard's own, each with its reason or ""."""
-    of = node if node.get("state", "ready") != "ready" else shard
+    """The Tracker's word on the Node where it is in no route, else the Shard's own, each with its reason or ""; also
+    the Shard's own where that says more: it is fetched, or loaded."""
+    state = node.get("state", "ready")
+    loads = state == "out" and shard.get("state") == "loading" and shard.get("reason")
+    of = node if state != "ready" and not loads else shard
     return str(of.get("state") or "–"), str(of.get("reason") or "")
 
 

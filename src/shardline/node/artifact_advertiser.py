@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -44,12 +44,21 @@ def nothing_fetched() -> Fetching | None:
     return None
 
 
+def nobody() -> list[str]:
+    """Of what is only given away."""
+    return []
+
+
 @dataclass(eq=False)
 class Advertised:
     """One artifact, and what was told of it last."""
 
     artifact: StoredArtifact
     fetching: Callable[[], Fetching | None] = nothing_fetched
+    accused: Callable[[], list[str]] = nobody
+    """Nodes that gave wrong bytes since it was asked last."""
+    unheard: list[str] = field(default_factory=list)
+    """Those of them that the Tracker has not heard of yet."""
     told: Any = None
     told_at: float = float("-inf")
     not_before: float = float("-inf")
@@ -92,33 +101,36 @@ class Advertiser:
         files = await asyncio.to_thread(held_files, advertised.artifact)
         fetching = advertised.fetching()
         news = (epoch, files, fetching, self._bittorrent_port)
-        if news == advertised.told and now - advertised.told_at < ADVERTISE_EVERY_S:
+        advertised.unheard += advertised.accused()
+        if news == advertised.told and not advertised.unheard and now - advertised.told_at < ADVERTISE_EVERY_S:
             return
         advertised.not_before = now + ADVERTISE_PAUSE_S
         try:
-            await self._tracker.advertise(self._identity.node_id, self._signed(advertised.artifact, files, fetching))
+            await self._tracker.advertise(self._identity.node_id, self._signed(advertised, files, fetching))
         except ShardlineError as error:
             if error.message != advertised.complained:
                 advertised.complained = error.message
                 log.info("pieces_not_advertised", content_id=advertised.artifact.content_id, reason=error.message)
             return
         advertised.told, advertised.told_at, advertised.complained = news, now, ""
+        advertised.unheard.clear()
 
     @property
     def _bittorrent_port(self) -> int | None:
         return None if self._swarm is None else self._swarm.port
 
-    def _signed(self, artifact: StoredArtifact, files: list[HeldFile], fetching: Fetching | None) -> Signed:
+    def _signed(self, advertised: Advertised, files: list[HeldFile], fetching: Fetching | None) -> Signed:
         # Of the clock, so that it grows over restarts of a Node that keeps its identity.
         self._sequence = max(self._sequence + 1, int(time.time() * 1e3))
         told = Advertisement(
             node=self._identity.node_id,
-            content_id=artifact.content_id,
+            content_id=advertised.artifact.content_id,
             sequence=self._sequence,
             expires=time.time() + ADVERTISEMENT_S - _MARGIN_S,
             files=files,
             bittorrent_port=self._bittorrent_port,
             fetching=fetching,
+            accused=list(advertised.unheard),
         )
         return Signed(statement=sign(self._identity.key, ADVERTISEMENT_DOMAIN, told))
 

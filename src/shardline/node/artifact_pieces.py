@@ -3,13 +3,13 @@
 Owns whom to ask: the Nodes that the Tracker names, asked for again as long as a fetch runs, BitTorrent with them where
 there is any, and the web seeds of the publisher; who gave a wrong piece is not asked again. Where nobody has what is
 missing it says so, waits and tries again. How pieces travel is artifact/fetch.py's and transport/piece_client.py's.
-Shown by tests/cluster/test_from_nothing.py.
+Shown by tests/node/test_artifact_pieces.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
@@ -61,6 +61,8 @@ class ArtifactPieces:
         self.artifact = artifact
         self.fetching: Fetching | None = None
         """What is fetched now, for others."""
+        self.doing: str | None = None
+        """The same for people; also, why it waits."""
         self.swarm: Swarm | None = None
         """BitTorrent with the same Nodes, where there is any."""
         self.pace = Pace(settings.fetch_bytes_per_s)
@@ -71,12 +73,20 @@ class ArtifactPieces:
         self._files = piece_files(artifact.bundle.manifest)
         self._strangers = HttpClient(settings)
         self._banned: set[str] = set()
+        self._accused: list[str] = []
         self._turn = asyncio.Lock()
         self._waiting_for = ""
 
-    def ban(self, name: str) -> None:
-        """Ask this one for nothing any more: a Node by its id, or a source by its name."""
-        self._banned.add(name)
+    def ban(self, node: str) -> None:
+        """A Node gave a wrong piece by another way: ask it for nothing any more."""
+        if node not in self._banned:
+            self._banned.add(node)
+            self._accused.append(node)
+
+    def accused(self) -> list[str]:
+        """The Nodes that gave wrong pieces since this was asked last."""
+        told, self._accused = self._accused, []
+        return told
 
     async def aclose(self) -> None:
         """Free the connections to web seeds. The artifact is closed by who opened it."""
@@ -107,7 +117,7 @@ class ArtifactPieces:
                     await asyncio.sleep(SOURCES_S)
                 finally:
                     self.fetching = None
-            self._waiting_for = ""
+            self._waiting_for, self.doing = "", None
 
     async def _fetch(self, wanted: Wanted, layers: tuple[int, int] | None) -> None:
         fetch = Fetch(
@@ -134,13 +144,15 @@ class ArtifactPieces:
                 failure = error
             finally:
                 naming.cancel()
-                self._account(fetch.progress())
+                self._account(fetch.progress(), known.nodes)
         if failure is not None:
             raise failure
 
-    def _account(self, told: FetchProgress) -> None:
-        """Who gave what, at the end of a fetch."""
-        self._banned |= {source.name for source in told.sources if source.state == "banned"}
+    def _account(self, told: FetchProgress, nodes: Mapping[str, str]) -> None:
+        """Who gave what, at the end of a fetch. `nodes`: by the names of sources."""
+        banned = {source.name for source in told.sources if source.state == "banned"}
+        self._accused += [nodes[name] for name in banned - self._banned if name in nodes]
+        self._banned |= banned
         given = {source.name: source.fetched_bytes for source in told.sources if source.fetched_bytes}
         log.info(
             "pieces_fetched", bytes=told.fetched_bytes, of=told.total_bytes, sources=given, banned=sorted(self._banned)
@@ -164,6 +176,7 @@ class ArtifactPieces:
 
     def _wait_for(self, reason: str) -> None:
         """Said once for each new reason."""
+        self.doing = f"waiting for pieces: {reason}"
         if reason != self._waiting_for:
             self._waiting_for = reason
             log.warning("pieces_unavailable", reason=reason, goes_on="asking")
@@ -178,6 +191,7 @@ class ArtifactPieces:
                 total_bytes=told.total_bytes,
                 bytes_per_s=told.bytes_per_s,
             )
+        self.doing = f"{told.state}: {told.done_bytes} of {told.total_bytes} bytes, {told.bytes_per_s / 1e6:.1f} MB/s"
         busiest = max(told.sources, key=lambda source: source.bytes_per_s, default=None)
         facts: dict[str, str | int] = {"done": told.done_bytes, "total": told.total_bytes}
         facts |= {"bytes_per_s": round(told.bytes_per_s), "fetched": told.fetched_bytes, "state": told.state}
@@ -196,6 +210,8 @@ class _Known:
         self._banned = banned
         self._source = source
         self._since: dict[str, float] = {}
+        self.nodes: dict[str, str] = {}
+        """Who is asked, by the name of the source."""
 
     def add(self, sources: Sequence[Source]) -> None:
         """Those that are new, and those that were given up a while ago."""
@@ -212,4 +228,5 @@ class _Known:
             banned = source.name in self._banned or named.node in self._banned
             if not banned and (since is None or again):
                 self._since[named.url] = now
+                self.nodes[source.name] = named.node
                 self._fetch.add(source)

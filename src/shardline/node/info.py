@@ -65,7 +65,8 @@ def host_id() -> str:
     return f"{socket.gethostname()}/{machine}" if machine else socket.gethostname()
 
 
-def shard_info(host: ShardHost, planned: Planned) -> ShardInfo:
+def shard_info(host: ShardHost, planned: Planned, doing: str | None = None) -> ShardInfo:
+    """`doing`: what it is about to, where nothing else is to be said of its state."""
     d = host.description
     return ShardInfo(
         model=planned.model,
@@ -74,7 +75,7 @@ def shard_info(host: ShardHost, planned: Planned) -> ShardInfo:
         last=planned.last,
         n_layers=planned.n_layers,
         state=host.state,
-        reason=brief(host.reason),
+        reason=brief(host.reason or doing),
         layout_in=d.layout_in.digest if d else "",
         layout_out=d.layout_out.digest if d else "",
         prefill_chunk=host.prefill_chunk,
@@ -87,7 +88,9 @@ def shard_info(host: ShardHost, planned: Planned) -> ShardInfo:
     )
 
 
-def node_info(host: ShardHost, identity: Identity, planned: Planned, settings: Settings) -> NodeInfo:
+def node_info(
+    host: ShardHost, identity: Identity, planned: Planned, settings: Settings, doing: str | None = None
+) -> NodeInfo:
     d = host.description
     engine = d.engine if d else _unloaded(planned)
     health = host.engine.health()
@@ -102,7 +105,7 @@ def node_info(host: ShardHost, identity: Identity, planned: Planned, settings: S
         rss_bytes=_rss(health.pid),
         engine=engine,
         health=msgspec.structs.replace(health, last_error=brief(health.last_error)),
-        shards=[shard_info(host, planned)],
+        shards=[shard_info(host, planned, doing)],
         kv=KvInfo(
             capacity_tokens=host.sessions.ledger.capacity,
             # Between the loss of an engine and the news of it, what was kept is gone and still counted.

@@ -271,7 +271,8 @@ class _Node:
         )
 
         def info() -> NodeInfo:
-            return node_info(host, identity, self._planned, settings)
+            doing = None if self._pieces is None else self._pieces.doing
+            return node_info(host, identity, self._planned, settings, doing)
 
         presence = Presence(
             identity=identity,
@@ -328,7 +329,7 @@ class _Node:
         pieces = self._pieces
         if pieces is None:
             return []
-        told = [Advertised(pieces.artifact, lambda: pieces.fetching)]
+        told = [Advertised(pieces.artifact, lambda: pieces.fetching, pieces.accused)]
         advertiser = Advertiser(
             identity=identity,
             tracker=self._tracker,

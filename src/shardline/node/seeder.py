@@ -2,7 +2,7 @@
 
 Owns the order of its start and end, and what it says of itself; it is known to the Tracker as every Node is. Files of
 artifact folders are used where they lie, and one that is not found is told with where it was looked for. Shown by
-tests/cluster/test_from_nothing.py and tests/node/test_seeder.py.
+tests/cluster/test_from_nothing.py and tests/cluster/test_possession.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -210,30 +211,36 @@ async def _serve(
     server = HttpServer(app, sock=sock, settings=settings, lifespan="off", tls=tls)
     await server.start()
     options.announce("listening", url=url, node=identity.node_id)
+    works = [advertiser.run(), _announce_ready(options, presence)]
+    works += [scrub_often(one, settings, presence.registered, at_once=True) for one in artifacts]
+    works += [member.renew()] if isinstance(member, OwnMembership) else []
+    works += [] if swarm is None else [swarm.run()]
+    try:
+        await _until_unwanted(presence, works)
+    finally:
+        await server.stop(_STOP_S)
+        if swarm is not None:
+            for artifact in artifacts:
+                await swarm.take(artifact.content_id)
+
+
+async def _until_unwanted(presence: Presence, works: list[Coroutine[Any, Any, None]]) -> None:
+    """Everything at work, until the Tracker wants this Node no more, which is raised, or the end, which it is told."""
     try:
         async with asyncio.TaskGroup() as tasks:
             known = tasks.create_task(presence.run())
-            works = [advertiser.run(), _announce_ready(options, presence)]
-            works += [scrub_often(one, settings, presence.registered, at_once=True) for one in artifacts]
-            works += [member.renew()] if isinstance(member, OwnMembership) else []
-            works += [] if swarm is None else [swarm.run()]
-            running = [tasks.create_task(work) for work in works]
+            running = [known, *map(tasks.create_task, works)]
             try:
                 await asyncio.wait({known})
                 raise known.result()
             finally:
-                for task in (known, *running):
+                for task in running:
                     task.cancel()
     except asyncio.CancelledError:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
                 await presence.goodbye()
         raise
-    finally:
-        await server.stop(_STOP_S)
-        if swarm is not None:
-            for artifact in artifacts:
-                await swarm.take(artifact.content_id)
 
 
 def _swarm(

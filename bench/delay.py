@@ -16,7 +16,8 @@ from bench.figures import median
 from shardline.cli.bench_figures import markdown
 from shardline.cli.bench_run import prompts_of
 from shardline.cli.bench_systems import Route, free_port
-from shardline.cli.cluster import GATEWAY_WAVE, NODE_WAVE, TRACKER_WAVE, Cluster, GlobalFlags, Plan, planned
+from shardline.cli.cluster import Cluster, planned
+from shardline.cli.cluster_parts import GATEWAY_WAVE, NODE_WAVE, TRACKER_WAVE, GlobalFlags, Plan
 from shardline.cli.config import resolve
 from shardline.cli.invocation import credential_of
 from shardline.cli.supervisor import Part, Supervisor

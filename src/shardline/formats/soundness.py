@@ -33,8 +33,8 @@ _COUNTS = (
 _FRACTIONS = (
     "rope.freq_base", "rope.scaling.factor", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 )  # fmt: skip
-"""Keys that llama.cpp reads as u32 and as f32 and nothing else, whatever the architecture, and that parts of a model have
-as they are."""
+"""Keys that llama.cpp reads as u32 and as f32 and nothing else, whatever the architecture, and that parts of a model
+have as they are."""
 _NEEDED = ("context_length", "embedding_length", "block_count")
 
 
@@ -104,7 +104,7 @@ def _check_fraction(key: str, name: str, value: float) -> None:
 def _check_heads(keys: _Keys) -> None:
     recurrent = of_gguf(keys.architecture).rollback == "never"
     blocks = keys.count("block_count") or 0
-    for key in ("attention.head_count", "attention.head_count_kv"):
+    for key in ("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"):
         if keys.count(key) == 0 and not recurrent:
             raise _bad(f"key {keys.name(key)} is 0")
     heads, kept = (keys.of_layers(key, blocks) for key in ("attention.head_count", "attention.head_count_kv"))
@@ -164,6 +164,11 @@ def _check_tensors(keys: _Keys) -> None:
 
 def _check_keys_of_heads(keys: _Keys, blocks: int, width: int) -> None:
     heads = keys.of_layers("attention.head_count", blocks)
+    if not any(heads):
+        raise _bad(f"key {keys.name('attention.head_count')} is missing")
+    turned, whole = keys.count("rope.dimension_count"), keys.count("attention.key_length") or width // max(heads)
+    if turned is not None and not 0 < turned <= whole:
+        raise _bad(f"key {keys.name('rope.dimension_count')} is {turned}, of heads with a width of {whole}")
     kept = keys.of_layers("attention.head_count_kv", blocks) or heads
     for layer, (all_heads, kv_heads) in enumerate(zip(heads, kept, strict=False)):
         if not all_heads:

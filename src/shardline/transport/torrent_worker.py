@@ -51,6 +51,7 @@ from shardline.transport.torrent_messages import (
     Written,
     frame,
 )
+from shardline.transport.torrent_settings import WILDCARDS, free_port, limits, settings_of
 from shardline.wire.bitmap import Pieces
 
 TICK_S = 0.5
@@ -63,8 +64,14 @@ _LISTEN_S = 5.0
 _READ_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_ALERTS = (
+    lt.alert.category_t.error_notification
+    | lt.alert.category_t.status_notification
+    | lt.alert.category_t.storage_notification
+    | lt.alert.category_t.piece_progress_notification
+    | lt.alert.category_t.peer_notification
+)
 _EVERYTHING = (("0.0.0.0", "255.255.255.255"), ("::", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"))
-_WILDCARDS = ("0.0.0.0", "::")
 _SAID_PORT = re.compile(rb"-SL([0-9]{5})-")
 _NO_TLS_GROUP = "[dh params]"
 """libtorrent wants parameters of a key exchange that TLS 1.3 does not have, and says so for each certificate."""
@@ -140,9 +147,9 @@ class Session:
         """By handle: of which content, and what is to begin or to be told when it has ended."""
         self._peers: dict[str, tuple[Peer, ...]] = {}
         self._tick_at = 0.0
-        port = begin.port or _free_port(begin.host)
+        port = begin.port or free_port(begin.host)
         params = lt.session_params()
-        params.settings = _settings(begin, port)
+        params.settings = {**settings_of(begin, port), "alert_mask": _ALERTS}
         self._session = lt.session(params)
         everybody = lt.ip_filter()
         for start, end in _EVERYTHING:
@@ -150,7 +157,7 @@ class Session:
             everybody.add_rule(start, end, 1 << self._session.global_peer_class_id)
         self._session.set_peer_class_filter(everybody)
         self._filter()
-        self._wait_until_it_listens(anywhere=begin.host in _WILDCARDS)
+        self._wait_until_it_listens(anywhere=begin.host in WILDCARDS)
         self._session.set_alert_fd(wake)
         report(Listening(port))
 
@@ -193,7 +200,7 @@ class Session:
                 for torrent in self._torrents.values():
                     self._show_keys(torrent.handle)
             case Limits():
-                self._session.apply_settings(_limits(order.download_bytes_per_s, order.upload_bytes_per_s))
+                self._session.apply_settings(limits(order.download_bytes_per_s, order.upload_bytes_per_s))
             case Begin():
                 raise ValueError("it has begun already")
 
@@ -417,66 +424,6 @@ def _seen(torrent: Torrent) -> Seen:
         status.total_payload_download,
         status.total_payload_upload,
     )
-
-
-def _settings(begin: Begin, port: int) -> dict[str, Any]:
-    """All that libtorrent would else look for, open or tell is off; names that it does not know are a KeyError."""
-    category = lt.alert.category_t
-    suffix = "s" if begin.authority else ""
-    host = f"[{begin.host}]" if ":" in begin.host else begin.host
-    interfaces = f"{host}:{port}{suffix}"
-    if begin.host == "::":
-        interfaces += f",0.0.0.0:{port}{suffix}"
-    return {
-        "listen_interfaces": interfaces,
-        "outgoing_interfaces": "" if begin.host in _WILDCARDS else begin.host,
-        "enable_dht": False,
-        "enable_lsd": False,
-        "enable_upnp": False,
-        "enable_natpmp": False,
-        "dht_bootstrap_nodes": "",
-        "webtorrent_stun_server": "",
-        # The port that was asked for or none: others are told it.
-        "max_retry_port_bind": 0,
-        "listen_system_port_fallback": False,
-        # Over loopback it was a tenth as fast as TCP.
-        "enable_incoming_utp": False,
-        "enable_outgoing_utp": False,
-        "user_agent": "shardline",
-        # Who calls says so where it takes calls itself. Who lies about it can only be taken for one of its own address.
-        "peer_fingerprint": f"-SL{port:05}-",
-        "allow_multiple_connections_per_ip": True,
-        # Who has all it wants today may want another layer range, or give it, tomorrow.
-        "close_redundant_connections": False,
-        "min_reconnect_time": 1,
-        "max_failcount": 1_000_000,
-        "connections_limit": begin.connections,
-        "unchoke_slots_limit": begin.connections,
-        "max_queued_disk_bytes": begin.queue_bytes,
-        "aio_threads": 4,
-        "hashing_threads": 2,
-        "tick_interval": 100,
-        "alert_queue_size": 20_000,
-        "alert_mask": category.error_notification
-        | category.status_notification
-        | category.storage_notification
-        | category.piece_progress_notification
-        | category.peer_notification,
-        **_limits(begin.download_bytes_per_s, begin.upload_bytes_per_s),
-    }
-
-
-def _limits(download_bytes_per_s: int, upload_bytes_per_s: int) -> dict[str, int]:
-    return {"download_rate_limit": download_bytes_per_s, "upload_rate_limit": upload_bytes_per_s}
-
-
-def _free_port(host: str) -> int:
-    """libtorrent takes another free port at each address of a machine; others are told one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def detach(parent: int) -> None:

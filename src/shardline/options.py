@@ -97,6 +97,8 @@ class GatewayOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     """PEM files of the public listener; both, or none."""
+    finding_flags: tuple[str, ...] = ()
+    """Global flags with which a command on this machine finds the same state folder."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)
 
 

@@ -185,6 +185,7 @@ def gateway(
             insecure_plain_http=insecure_plain_http,
             tls_cert=tls_cert,
             tls_key=tls_key,
+            finding_flags=tuple(invocation.finding_arguments()),
             announce=announce,
         ),
         run,

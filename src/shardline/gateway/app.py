@@ -20,7 +20,9 @@ from shardline.gateway import sse
 from shardline.gateway.completions import Completions, Prepared
 from shardline.gateway.generate_api import Generations, SessionRecords
 from shardline.gateway.keys import ApiKeys
+from shardline.gateway.live import Live
 from shardline.gateway.openai_answers import layers_text, model_entry
+from shardline.gateway.page import Page
 from shardline.gateway.replies import Reply
 from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback, parse_address
@@ -29,6 +31,11 @@ from shardline.transport.boundary import ErrorBoundary
 
 Call = Callable[[Scope, Receive, Send], Awaitable[None]]
 Prepare = Callable[[bytes, str], Awaitable[Prepared]]
+_ROOT = (
+    b"This is a Shardline Gateway.\n\n"
+    b"Its API is OpenAI's, below /v1: name that as base URL. GET /v1/models lists what is served, GET /readyz says\n"
+    b"whether a model can be used now. The documentation is the folder docs of the project: api.md describes the API.\n"
+)
 _COPIES = 4
 """How often a large request lies in memory: its bytes, what they mean, the messages for the template, the prompt."""
 
@@ -44,7 +51,8 @@ class Endpoint:
 
 
 class GatewayApp:
-    """The application. `metrics` gives the Prometheus text of the process."""
+    """The application. `metrics` gives the Prometheus text of the process. `live`: what its page shows; without it there
+    is no page."""
 
     def __init__(
         self,
@@ -55,6 +63,7 @@ class GatewayApp:
         keys: ApiKeys,
         settings: Settings,
         metrics: Callable[[], bytes],
+        live: Live | None = None,
     ) -> None:
         self._completions = completions
         self._generations = generations
@@ -62,6 +71,7 @@ class GatewayApp:
         self._keys = keys
         self._settings = settings
         self._metrics = metrics
+        self._live = live
         self._created = int(time.time())
 
     def asgi(self) -> ASGIApp:
@@ -76,10 +86,14 @@ class GatewayApp:
             ("GET", f"{session}/telemetry", self._telemetry),
             ("GET", session, self._session),
             ("DELETE", session, self._cancel),
+            ("GET", "/", self._root),
             ("GET", "/healthz", self._healthz),
             ("GET", "/readyz", self._readyz),
             ("GET", "/metrics", self._show_metrics),
         ]
+        if self._live is not None:
+            page = Page()
+            routes += [("GET", "/", page), ("GET", "/page/{name:path}", page), ("GET", "/v1/live", self._follow)]
         table: dict[str, dict[str, Call]] = {}
         for method, path, call in routes:
             table.setdefault(path, {})[method] = call
@@ -152,6 +166,16 @@ class GatewayApp:
             await response.end()
 
         await while_connected(receive, follow())
+
+    async def _follow(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key_id = self._principal(scope)
+        if self._live is not None:
+            response = sse.EventResponse(send, stall_s=self._settings.client_stall_s)
+            await while_connected(receive, self._live.follow(key_id, response))
+
+    async def _root(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """For whoever opens the address itself: what this is, and where to go on."""
+        await send_body(send, 200, _ROOT, b"text/plain; charset=utf-8")
 
     async def _healthz(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Live: this process answers."""

@@ -15,21 +15,24 @@ from dataclasses import replace
 
 import structlog
 
+import shardline
 from shardline.errors import ShardlineError
 from shardline.gateway.app import GatewayApp
+from shardline.gateway.cluster_view import ClusterView
 from shardline.gateway.completions import Completions
 from shardline.gateway.generate import RouteGenerations
 from shardline.gateway.keys import ApiKeys
+from shardline.gateway.live import Joining, Live
 from shardline.gateway.metrics import GatewayMetrics
 from shardline.gateway.template import Templates
 from shardline.gateway.text import TextStore
 from shardline.options import GatewayOptions
 from shardline.telemetry.records import Records
-from shardline.transport.addresses import is_loopback, split_url
+from shardline.transport.addresses import is_loopback, make_url, split_url
 from shardline.transport.authority import AUTHORITY_FILE, Authority
 from shardline.transport.carrier import HttpCarrier
 from shardline.transport.http_client import HttpClient
-from shardline.transport.http_server import HttpServer, bind, check_listener, check_tracker, warn_of_plain_http
+from shardline.transport.http_server import Drain, HttpServer, bind, check_listener, check_tracker, warn_of_plain_http
 from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership, OwnMembership
 from shardline.transport.tls import public_tls
@@ -99,6 +102,14 @@ async def _run(
                 settings=settings,
                 metrics=metrics,
             )
+            live = Live(
+                records=records,
+                cluster=ClusterView(tracker, generations.models),
+                settings=settings,
+                version=shardline.__version__,
+                gateway=generations.gateway_id,
+                joining=_joining(options, keys),
+            )
             app = GatewayApp(
                 completions=Completions(generations, texts, templates, settings),
                 generations=generations,
@@ -106,9 +117,10 @@ async def _run(
                 keys=keys,
                 settings=settings,
                 metrics=lambda: metrics.text(generations.running),
+                live=live,
             )
             server = HttpServer(
-                app.asgi(), sock=sock, settings=settings, drain=generations.drain, lifespan="off", tls=public
+                app.asgi(), sock=sock, settings=settings, drain=_drain(generations, live), lifespan="off", tls=public
             )
             running = tasks.create_task(generations.run())
             renewing = [] if member is None else [tasks.create_task(member.renew())]
@@ -125,6 +137,26 @@ async def _run(
                     task.cancel()
     finally:
         await client.aclose()
+
+
+def _drain(generations: RouteGenerations, live: Live) -> Drain:
+    async def drain() -> None:
+        await generations.drain()
+        live.close()  # whoever looks sees how what ran has ended
+
+    return drain
+
+
+def _joining(options: GatewayOptions, keys: ApiKeys) -> Joining:
+    """What the page may say of how to join: a folder of this machine only to whoever is on it."""
+    parts = split_url(options.tracker_url)
+    with_keys = parts.scheme == "https"
+    return Joining(
+        tracker=make_url(parts.scheme, parts.host, parts.port),
+        keys=with_keys,
+        is_local=is_loopback(parts.host),
+        flags=[] if with_keys or len(keys) else list(options.finding_flags),
+    )
 
 
 def _public_tls(options: GatewayOptions) -> ssl.SSLContext | None:

@@ -37,6 +37,11 @@ def numbered(number: int, payload: bytes) -> bytes:
     return b"id: %d\ndata: %b\n\n" % (number, payload)
 
 
+def named(name: str, payload: bytes) -> bytes:
+    """One event of a kind of its own; `payload` has no line break in it."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), payload)
+
+
 def comment(name: str, value: Any = None) -> bytes:
     """A line that every reader skips; it keeps the connection alive on the way."""
     return b": " + name.encode() + (b"" if value is None else b" " + _encoder.encode(value)) + b"\n\n"

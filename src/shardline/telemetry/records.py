@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,7 @@ class Record:
         """Of a session that has ended."""
         self._times: dict[int, HopTimes] = {}
         self._health: dict[int, str] = {}
+        self._positions: dict[int, int] = {}
         self._seams: dict[int, tuple[SeamCount, SeamCount]] = {}
         self._events = EventLog(settings.record_events)
         self._reuse: str | None = None
@@ -117,7 +118,7 @@ class Record:
 
     def routed(self, route: Route) -> None:
         self.route = route
-        self._times, self._seams = {}, {}
+        self._times, self._seams, self._positions = {}, {}, {}
         self._health = dict.fromkeys(range(len(route.hops)), "ok")
         self._events.renew()
 
@@ -135,6 +136,12 @@ class Record:
     def hop_times(self, hop: int, times: HopTimes | None) -> None:
         if times is not None:
             self._times[hop] = times
+
+    def hop_position(self, hop: int, position: int) -> None:
+        """So many tokens are computed there."""
+        if position > self._positions.get(hop, 0):
+            self._positions[hop] = position
+            self._progress()
 
     def hop_health(self, hop: int, health: str) -> None:
         if self._health.get(hop) != health:
@@ -188,6 +195,11 @@ class Record:
         predicted_ms = None if first is None or last is None else _finite((last - first) * 1e3)
         return {"prompt_ms": prompt_ms, "predicted_ms": predicted_ms}
 
+    def phases(self) -> list[tuple[str, float]]:
+        """Each phase with the ms from the arrival of the request to its (last) beginning, in this order."""
+        began = sorted(self._phase_started.items(), key=lambda entry: entry[1])
+        return [(phase, round((ticks - self._started) * 1e3, 3)) for phase, ticks in began]
+
     def snapshot(self) -> TelemetryEvent:
         return self._account(self._events.seq)
 
@@ -233,6 +245,7 @@ class Record:
                     queue_ms=_finite(times.queue_ms),
                     compute_ms=_finite(times.compute_ms),
                     send_ms=_finite(times.send_ms),
+                    position=self._positions.get(hop.index),
                 )
             )
         return RouteView(
@@ -291,6 +304,26 @@ class Record:
         self.grown(self)
 
 
+class Watch:
+    """Which records of one key have changed since its owner last asked; however many did, no record is there twice."""
+
+    def __init__(self, key_id: str) -> None:
+        self.key_id = key_id
+        self._ids: dict[str, None] = {}
+        self._some = asyncio.Event()
+
+    def note(self, record_id: str) -> None:
+        self._ids[record_id] = None
+        self._some.set()
+
+    async def changed(self) -> list[str]:
+        """Their ids, the one that changed first first; waits until there is one."""
+        await self._some.wait()
+        self._some.clear()
+        ids, self._ids = list(self._ids), {}
+        return ids
+
+
 class Records:
     """All records of one Gateway: live ones, and ended ones for `record_ttl_s`, at most `record_limit`; all together
     take at most `record_bytes`. What ended longest ago goes first; a running session's record never goes."""
@@ -306,6 +339,7 @@ class Records:
         """What is counted of each in `size`."""
         self.size = 0
         """Bytes of all, about."""
+        self._watches: set[Watch] = set()
 
     def new(self, *, key_id: str, model: str, prompt_tokens: int) -> Record:
         record = Record(
@@ -315,11 +349,18 @@ class Records:
         self._records[record.id] = record
         self._count(record)
         self._prune()
+        self._note(record)
         return record
+
+    def _note(self, record: Record) -> None:
+        for watch in self._watches:
+            if watch.key_id == record.key_id:
+                watch.note(record.id)
 
     def _grown(self, record: Record) -> None:
         if record.id not in self._records:
             return
+        self._note(record)
         self._count(record)
         if record.ended is not None:
             self._ended.setdefault(record.id, record)
@@ -366,7 +407,22 @@ class Records:
 
     def _view(self, record: Record) -> dict[str, Any]:
         view = msgspec.to_builtins(record.snapshot())
-        return {**view, "created": _finite(record.created), "ended": _finite(record.ended)}
+        return {
+            **view,
+            "created": _finite(record.created),
+            "ended": _finite(record.ended),
+            "phases": [list(entry) for entry in record.phases()],
+        }
+
+    @contextlib.contextmanager
+    def watching(self, key_id: str) -> Iterator[Watch]:
+        """While inside, changes of the records of this key are noted."""
+        watch = Watch(key_id)
+        self._watches.add(watch)
+        try:
+            yield watch
+        finally:
+            self._watches.discard(watch)
 
     async def cancel(self, record_id: str, key_id: str) -> None:
         """Have the session end as cancelled, and return when it has, or after `control_s`; nothing happens to one that

@@ -30,6 +30,9 @@ class HopView(msgspec.Struct, frozen=True, kw_only=True):
     queue_ms: float | None = None
     compute_ms: float | None = None
     send_ms: float | None = None
+    position: int | None = None
+    """How many tokens of the session, the prompt's first, this hop had computed at its last sign of life; null before
+    the first."""
 
 
 class RouteView(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,134 @@
+"""`GET /v1/live`: all that the page shows, as one stream of server-sent events, so that it needs one connection.
+
+Owns which event is sent when: `hello` once, then `sessions` of the key that asks, and the parts of the cluster
+(cluster_view.py), each whole and only when it has changed. Every event replaces what an earlier one said, so that a
+reader that comes anew has missed nothing. Shown by tests/gateway/test_live.py; described in docs/page.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import msgspec
+
+from shardline.errors import ShardlineError
+from shardline.gateway import sse
+from shardline.gateway.cluster_view import FRESH_S, ClusterView
+from shardline.settings import Settings
+from shardline.telemetry.records import Records
+
+SESSIONS = 200
+"""Of sessions that have ended, at most so many are shown; the live ones are always."""
+PAUSE_S = 0.1
+"""Between two events about sessions: what changes faster is put together."""
+_encoder = msgspec.json.Encoder()
+
+
+class Joining(msgspec.Struct, frozen=True, kw_only=True):
+    """How another machine comes to the cluster, as far as this Gateway knows."""
+
+    tracker: str
+    """URL."""
+    keys: bool
+    """A cluster with keys: each machine needs a line of its own, made by `shardline invite`."""
+    is_local: bool
+    """The Tracker listens on loopback: only this machine can join."""
+    flags: list[str] = []
+    """Flags of `shardline` with which a command on this machine finds the cluster's credential."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """The first event: who is asked, and by whom."""
+
+    version: str
+    gateway: str
+    key: str
+    time: float
+    """Unix seconds at the Gateway, by which a reader knows how far its own clock is off."""
+    record_ttl_s: float
+    default_max_tokens: int
+    joining: Joining
+
+
+class Live:
+    """The streams of one Gateway. `close` ends them all, for the end of the process."""
+
+    def __init__(
+        self,
+        *,
+        records: Records,
+        cluster: ClusterView,
+        settings: Settings,
+        version: str,
+        gateway: str,
+        joining: Joining,
+    ) -> None:
+        self._records = records
+        self._cluster = cluster
+        self._settings = settings
+        self._version = version
+        self._gateway = gateway
+        self._joining = joining
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        """Every stream ends, also those that begin from now on."""
+        self._closed.set()
+
+    async def follow(self, key_id: str, response: sse.EventResponse) -> None:
+        """Write events for the owner of `key_id` until `close`, or the caller is cancelled. Raises `slow_client`."""
+        await response.start()
+        await response.write(sse.named("hello", _encoder.encode(self._hello(key_id))))
+        async with asyncio.TaskGroup() as tasks:
+            followers = [
+                tasks.create_task(self._sessions(key_id, response)),
+                tasks.create_task(self._parts(response)),
+            ]
+            await self._closed.wait()
+            for follower in followers:
+                follower.cancel()
+        await response.end()
+
+    def _hello(self, key_id: str) -> Hello:
+        return Hello(
+            version=self._version,
+            gateway=self._gateway,
+            key=key_id,
+            time=round(time.time(), 3),
+            record_ttl_s=self._settings.record_ttl_s,
+            default_max_tokens=self._settings.default_max_tokens,
+            joining=self._joining,
+        )
+
+    async def _sessions(self, key_id: str, response: sse.EventResponse) -> None:
+        with self._records.watching(key_id) as watch:
+            known = self._records.list(key_id)
+            running = [view for view in known if view["ended"] is None]
+            ended = [view for view in known if view["ended"] is not None]
+            await response.write(_of_sessions([*running, *ended[:SESSIONS]]))
+            while True:
+                changed = []
+                for record_id in await watch.changed():
+                    with contextlib.suppress(ShardlineError):  # it made way for others meanwhile
+                        changed.append(self._records.get(record_id, key_id))
+                await response.write(_of_sessions(changed))
+                await asyncio.sleep(PAUSE_S)
+
+    async def _parts(self, response: sse.EventResponse) -> None:
+        sent: dict[str, bytes] = {}
+        loop = asyncio.get_running_loop()
+        while True:
+            begun = loop.time()
+            for name, body in (await self._cluster.look()).items():
+                # `tracker` goes each time: by it a reader knows that the rest is not old.
+                if name == "tracker" or sent.get(name) != body:
+                    await response.write(sse.named(name, body))
+                    sent[name] = body
+            await asyncio.sleep(max(PAUSE_S, FRESH_S - (loop.time() - begun)))
+
+
+def _of_sessions(views: list[dict[str, Any]]) -> bytes:
+    return sse.named("sessions", _encoder.encode(views))

@@ -260,6 +260,7 @@ class RouteSession:
         self._record.hop_times(index, event.times)
         if event.position > line.position:
             line.position = event.position
+            self._record.hop_position(index, event.position)
             self._moved = line.heard
         if isinstance(event, Beat):
             self._record.hop_health(index, "ok")

@@ -131,7 +131,6 @@ async def test_a_text_that_cannot_fit(stand: Stand) -> None:
 
 async def test_paths_and_methods(stand: Stand) -> None:
     error_of(await stand.get("/v1/nothing"), 404, "not_found")
-    error_of(await stand.get("/"), 404, "not_found")
     error_of(await stand.get("/v1/models/"), 404, "model_not_found")
     answer = await stand.get(CHAT)
     error_of(answer, 405, "method_not_allowed")
@@ -291,6 +290,15 @@ async def test_no_models_and_no_tracker(stand: Stand) -> None:
         error_of(await stand.get(path), 503, "tracker_unreachable")
     error_of(await stand.chat(), 503, "tracker_unreachable")
     assert (await stand.get("/healthz")).status_code == 200
+
+
+async def test_the_address_itself_says_where_to_go_on(stand: Stand) -> None:
+    stand.models.clear()
+    answer = await stand.get("/")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+    assert "/v1/models" in answer.text and "docs" in answer.text
+    error_of(await stand.post("/", {}), 405, "method_not_allowed")
+    error_of(await stand.get("/v1"), 404, "not_found")
 
 
 async def test_a_model_name_with_a_slash(stand: Stand) -> None:

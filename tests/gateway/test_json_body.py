@@ -94,8 +94,25 @@ def test_a_long_unknown_name_is_cut() -> None:
     assert len(error.message) < 500 and error.param is not None and len(error.param) < 300
 
 
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b'{"model":', "it ends too early"),
+        (b"x", "invalid character (byte 0)"),
+        (b'{"model" 5}', "expected ':' (byte 9)"),
+        (b"\xef\xbb\xbf{}", "it begins with a byte order mark"),
+        (b'{"model":"\xff"}', "invalid UTF-8 encoded string"),
+    ],
+)
+def test_what_is_not_json_is_told_in_one_plain_sentence(body: bytes, why: str) -> None:
+    message = refusal(body).message
+    assert message.startswith(f"the body is not JSON in UTF-8: {why}") and "jSON" not in message
+
+
 def test_json_words_not_python_words() -> None:
-    assert "expected integer | null, got string" in refusal(b'{"model":"a","limit":"5"}').message
+    assert "expected integer or null, got string" in refusal(b'{"model":"a","limit":"5"}').message
 
 
 def test_sixteen_megabytes_of_escapes_take_linear_time() -> None:

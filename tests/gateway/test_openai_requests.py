@@ -342,3 +342,26 @@ def test_anything_is_taken_or_refused_by_the_catalogue(fields: dict[str, Any]) -
             ask(**fields)
         except ShardlineError as error:
             assert error.fault.status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": 0}, "'max_tokens' must be at least 1, not 0"),
+        ({"max_tokens": 1 << 63}, "'max_tokens' must be at most 9223372036854775807, not a larger number"),
+        ({"seed": -(10**30)}, "'seed' must be at least -9223372036854775808, not a smaller number"),
+        ({"temperature": 3}, "'temperature' must be 0 to 2, not 3"),
+        ({"temperature": 1e300}, "'temperature' must be 0 to 2, not a larger number"),
+        ({"top_p": 0}, "'top_p' must be above 0 and at most 1, not 0"),
+        ({"stop": 5}, "'stop': expected string, array or null, got integer"),
+    ],
+)
+def test_bounds_are_told_as_people_write_numbers(fields: dict[str, Any], words: str) -> None:
+    assert refused(chat, **fields).message == words
+
+
+@pytest.mark.parametrize(("token", "said"), [(300, "300"), (-1, "-1"), (10**30, "a larger number")])
+def test_a_token_id_that_is_none_is_told_with_those_that_are(token: int, said: str) -> None:
+    request = text(prompt=[1, token])
+    error = refused(lambda: check_vocabulary(request.asked, request.prompts, 300))
+    assert error.message == f"'prompt': token ids are 0 to 299, not {said}"

@@ -43,8 +43,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     except RecursionError:
         raise ShardlineError("invalid_json", "the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = "the body begins with a byte order mark" if body.startswith(b"\xef\xbb\xbf") else _plain(str(error))
-        raise ShardlineError("invalid_json", f"the body is not JSON in UTF-8: {why}") from None
+        raise ShardlineError("invalid_json", f"the body is not JSON in UTF-8: {_why_no_json(body, error)}") from None
     doubled = duplicate_key(body)
     if doubled is not None:
         raise ShardlineError("invalid_json", f"the key '{_short(doubled)}' stands twice in one object", param=doubled)
@@ -97,6 +96,15 @@ def duplicate_key(body: bytes) -> str | None:
     return None
 
 
+def _why_no_json(body: bytes, error: Exception) -> str:
+    if body.startswith(b"\xef\xbb\xbf"):
+        return "it begins with a byte order mark"
+    if not body.strip():
+        return "it is empty"
+    text = str(error).removeprefix("JSON is malformed: ")
+    return "it ends too early, or in half a character" if text == "Input data was truncated" else _plain(text)
+
+
 def _refused(text: str) -> ShardlineError:
     unknown = _UNKNOWN_FIELD.match(text)
     if unknown:
@@ -123,8 +131,14 @@ def _param(path: str | None, field: str | None) -> str:
 
 def _plain(text: str) -> str:
     """What the decoder says, in JSON's words."""
-    text = re.sub(r"`([^`]*)`", lambda m: re.sub(r"\w+", lambda n: _JSON_NAMES.get(n[0], n[0]), m[1]), text)
-    return _short(text[:1].lower() + text[1:])
+    text = re.sub(r"`([^`]*)`", lambda m: _kinds(m[1]), text)
+    return _short(text if text[1:2].isupper() else text[:1].lower() + text[1:])
+
+
+def _kinds(union: str) -> str:
+    """`str | array | null` -> string, array or null."""
+    *others, last = [_JSON_NAMES.get(kind, kind) for kind in union.split(" | ")]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _short(text: str) -> str:

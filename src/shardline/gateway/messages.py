@@ -115,8 +115,10 @@ def _part(part: Part, at: str) -> str:
 
 
 def _call(call: ToolCall, at: str) -> dict[str, Any]:
-    if call.type not in (None, "function") or call.function is None:
-        unsupported(at, f"'{at}': a tool call of type '{(call.type or 'none')[:40]}' is not supported")
+    if call.type not in (None, "function"):
+        unsupported(at, f"'{at}': a tool call of type '{call.type[:40]}' is not supported")
+    if call.function is None:
+        refuse(f"{at}.function", f"the field '{at}.function' is required")
     function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
     plain: dict[str, Any] = {"type": "function", "function": function}
     if call.id is not None:

@@ -46,8 +46,12 @@ class _Range:
 
     def check(self, name: str, value: float) -> None:
         if not (self.low < value or (value == self.low and not self.above)) or value > self.high:
-            words = f"above {self.low:g} and at most {self.high:g}" if self.above else f"{self.low:g} to {self.high:g}"
-            refuse(name, f"'{name}' must be {words}, not {_number(value)}")
+            refuse(name, f"'{name}' must be {self._words(value)}, not {_number(value)}")
+
+    def _words(self, value: float) -> str:
+        if self.high >= _INT64 - 1:  # what a 64-bit integer holds: one end at a time says more
+            return f"at most {self.high}" if value > self.high else f"at least {self.low}"
+        return f"above {self.low:g} and at most {self.high:g}" if self.above else f"{self.low:g} to {self.high:g}"
 
 
 _RANGES = {
@@ -248,7 +252,7 @@ def check_vocabulary(asked: Asked, prompts: list[Prompt], vocab_size: int, eog: 
         if isinstance(prompt, list):
             for token in prompt:
                 if not 0 <= token < vocab_size:
-                    refuse("prompt", f"token id {_number(token)} is not in 0 to {vocab_size - 1}")
+                    refuse("prompt", f"'prompt': token ids are 0 to {vocab_size - 1}, not {_number(token)}")
     _check_choice(asked.sampling, vocab_size, eog)
     if asked.sampling.top_k < vocab_size:
         return asked
@@ -299,7 +303,9 @@ def too_long(prompt_tokens: int, window: int, *, param: str, at_least: bool = Fa
 
 
 def _number(value: float) -> str:
-    return str(value) if abs(value) < _INT64 else "a larger number"
+    if abs(value) < _INT64:
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    return "a larger number" if value > 0 else "a smaller number"
 
 
 def _asked(sent: _Body, *, logprobs: int | None, max_tokens: int | None) -> Asked:

@@ -118,6 +118,18 @@ class Architecture:
     """The decoder multiplies what it is given, embedded or not: right at the head, wrong behind it, unless undone."""
     llama: LlamaRules | None = None
     """None: nothing is known, so llama.cpp runs it whole or not at all."""
+    blocked: str | None = None
+    """No engine runs it, whole or cut, for this reason; a clause that follows a colon."""
+    page: str | None = None
+    """Where its support is written up: a file of docs/."""
+
+    @property
+    def advice(self) -> str:
+        """What somebody can do whose model was refused."""
+        where = f"docs/{self.page}" if self.page is not None else "docs/architectures.md"
+        if self.blocked is not None:
+            return f"Choose another model: see {where}."
+        return f"Serve all layers on one Node, or choose another model: see {where}."
 
     def can_roll_back(self, held: int, window: int | None) -> bool:
         """Whether a slot that holds `held` tokens can go back exactly; `window` is the model's sliding window."""
@@ -128,6 +140,10 @@ class Architecture:
 
 _RECURRENT = "it keeps a recurrent state, which the PyTorch engine does not hold for now"
 _STREAMS = "its layers exchange more than one row per token, which the PyTorch engine does not hand on for now"
+_NO_ENGINE = (
+    "no released version of transformers or llama.cpp has it, and its layers share compressed keys, values and "
+    "selections over most cuts"
+)
 _SHARED_KV = "its layers share keys and values across any cut"
 
 
@@ -135,8 +151,11 @@ def _names(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
-def _recurrent(name: str, gguf: str, model_types: str, llama: LlamaRules | None = None) -> Architecture:
-    return Architecture(name, _names(gguf), _names(model_types), "refused", _RECURRENT, "never", llama=llama)
+def _recurrent(
+    name: str, gguf: str, model_types: str, llama: LlamaRules | None = None, *, page: str | None = None
+) -> Architecture:
+    names = _names(gguf), _names(model_types)
+    return Architecture(name, *names, "refused", _RECURRENT, "never", llama=llama, page=page)
 
 
 def _untried(name: str, llama: LlamaRules, model_types: str = "", *, rollback: Rollback = "exact") -> Architecture:
@@ -203,7 +222,13 @@ ROWS: tuple[Architecture, ...] = (
     Architecture("granite", ("granite",), ("granite",), scales_rows_in_decoder=True, llama=_SCALED),
     Architecture("granitemoe", ("granitemoe",), ("granitemoe",), scales_rows_in_decoder=True, llama=_SCALED),
     # Refused by PyTorch: what a cut would need is not handed on, or cannot be taken back.
-    _recurrent("qwen3.5", "qwen35 qwen35moe", "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text", _INTERVAL),
+    _recurrent(
+        "qwen3.5",
+        "qwen35 qwen35moe",
+        "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text",
+        _INTERVAL,
+        page="audits/ornith.md",
+    ),
     _recurrent("qwen3next", "qwen3next", "qwen3_next", _INTERVAL),
     _recurrent("mamba", "mamba mamba2", "mamba mamba2 falcon_mamba", _PLAIN),
     _recurrent("jamba", "jamba", "jamba", _MIXED),
@@ -244,8 +269,22 @@ ROWS: tuple[Architecture, ...] = (
         ("deepseek_v4",),
         torch="refused",
         reason=_STREAMS,
+        rollback="never",
         layout="streams",
         llama=LlamaRules("refused", _MANY_STREAMS),
+        page="audits/deepseek-v4-flash.md",
+    ),
+    Architecture(
+        "deepseek4.1",
+        ("deepseek41",),
+        ("deepseek_v41",),
+        torch="refused",
+        reason=_NO_ENGINE,
+        rollback="never",
+        layout="streams",
+        llama=LlamaRules("refused", _NO_ENGINE),
+        blocked=_NO_ENGINE,
+        page="audits/deepseek-v4-flash.md",
     ),
     # Proven on llama.cpp.
     _untried(
@@ -269,7 +308,9 @@ ROWS: tuple[Architecture, ...] = (
     _untried("mistral4", _DEEPSEEK),
     _untried("deepseek32", _PLAIN),
     _untried("glm4moe", LlamaRules(sections="write"), "glm4_moe"),
-    _untried("glm-dsa", LlamaRules(indexers=True)),
+    Architecture(
+        "glm-dsa", ("glm-dsa",), ("glm_moe_dsa",), llama=LlamaRules(indexers=True), page="audits/glm-5.2.md"
+    ),
     _untried("minimax-m2", _OUTPUT, "minimax_m2"),
     _untried(
         "minimax-m3",
@@ -376,18 +417,32 @@ def of_model_type(model_type: str) -> Architecture:
     return _BY_MODEL_TYPE.get(model_type) or Architecture(model_type, model_types=(model_type,))
 
 
+def check_blocked(row: Architecture) -> None:
+    """`architecture_unsupported`, with the reason and its page, where no engine runs the architecture."""
+    if row.blocked is not None:
+        raise ShardlineError(
+            "architecture_unsupported",
+            f"{row.name} is not supported: {row.blocked}",
+            advice=row.advice,
+            architecture=row.name,
+        )
+
+
 def check_torch(row: Architecture) -> None:
     """`architecture_unsupported`, with the reason, where the PyTorch engine refuses the architecture by name."""
+    check_blocked(row)
     if row.torch == "refused":
         raise ShardlineError(
             "architecture_unsupported",
             f"the PyTorch engine does not run {row.name}: {row.reason}",
+            advice=f"Choose another model: see docs/{row.page}." if row.page is not None else None,
             architecture=row.name,
         )
 
 
 def llama_rules(row: Architecture) -> LlamaRules:
     """How a model of this architecture is cut for llama.cpp; `architecture_unsupported` where only the whole runs."""
+    check_blocked(row)
     rules = row.llama
     if rules is not None and rules.proof != "refused":
         return rules
@@ -395,6 +450,6 @@ def llama_rules(row: Architecture) -> LlamaRules:
     raise ShardlineError(
         "architecture_unsupported",
         f"llama.cpp runs {row.name} only whole: {why}",
-        advice="Serve all layers on one Node, or choose another model: see docs/architectures.md.",
+        advice=row.advice,
         architecture=row.name,
     )

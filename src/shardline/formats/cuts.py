@@ -1,7 +1,7 @@
-"""Where a GGUF model may be cut for llama.cpp: legal positions, the reason for each other one, and the best even cut.
+"""Where a model may be cut for an engine: legal positions, the reason for each other one, and the best even cut.
 
-Owns applying an architecture's rules (architectures.py) to one header. Decides nothing about machines: bytes come in as
-numbers. Pure. Shown by tests/formats/test_cut_positions.py.
+Owns applying an architecture's rules (architectures.py) to one header or config.json. Decides nothing about machines:
+bytes come in as numbers. Pure. Shown by tests/formats/test_cut_positions.py and test_cuts_of_config.py.
 """
 
 from __future__ import annotations
@@ -9,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
+from typing import Any
 
 from shardline.errors import ShardlineError
-from shardline.formats.architectures import LlamaRules, llama_rules, of_gguf
+from shardline.formats.architectures import (
+    Architecture,
+    LlamaRules,
+    check_blocked,
+    check_torch,
+    llama_rules,
+    of_gguf,
+    of_model_type,
+)
 from shardline.formats.gguf import GGUFHeader
-from shardline.formats.layer_kinds import ArchitectureKeys, Flags, LayerKinds, layer_kinds
+from shardline.formats.layer_kinds import ArchitectureKeys, Flags, LayerKinds, layer_kinds, layer_kinds_of_config
 from shardline.formats.layers import check_range
 from shardline.formats.memory import WeightBytes
 from shardline.formats.shape import CONTEXT_LIMIT, ModelShape, shape_of_gguf
@@ -185,11 +194,16 @@ def is_special(rules: LlamaRules, n_layers: int, vocabulary: int | None) -> bool
 
 
 def cuts_of(header: GGUFHeader) -> Cuts:
-    """The cuts of the model with this header (of its first file). Errors: `model_file_invalid`."""
+    """The cuts of the model with this header (of its first file) for llama.cpp.
+
+    Errors: `model_file_invalid`; `architecture_unsupported` where no engine runs the architecture, whole or cut.
+    """
     shape = shape_of_gguf(header)
+    row = of_gguf(shape.architecture)
+    check_blocked(row)
     check_for_llama(header)
     try:
-        rules = llama_rules(of_gguf(shape.architecture))
+        rules = llama_rules(row)
         kinds = layer_kinds(header, shape, rules)
         _check_header(header, shape, rules, kinds)
     except ShardlineError as error:
@@ -197,6 +211,40 @@ def cuts_of(header: GGUFHeader) -> Cuts:
             raise
         return Cuts(shape, None, error, LayerKinds())
     return Cuts(shape, rules, None, kinds, _context_switch(header, shape))
+
+
+def cuts_of_config(config: Mapping[str, Any], shape: ModelShape) -> Cuts:
+    """The cuts for llama.cpp of the GGUF file that the model with this config.json would be converted to, as far as
+    the configuration says them. Errors: as those of `cuts_of`."""
+    row = of_model_type(shape.architecture)
+    check_blocked(row)
+    try:
+        rules = llama_rules(row)
+        if not row.gguf:
+            raise _unknown(row)
+    except ShardlineError as error:
+        return Cuts(shape, None, error, LayerKinds())
+    return Cuts(shape, rules, None, layer_kinds_of_config(config, shape, rules))
+
+
+def _unknown(row: Architecture) -> ShardlineError:
+    return ShardlineError(
+        "architecture_unsupported",
+        f"llama.cpp runs {row.name} only whole: it is not known as which architecture it is converted",
+        advice=row.advice,
+        architecture=row.name,
+    )
+
+
+def cuts_for_torch(row: Architecture, shape: ModelShape) -> Cuts:
+    """The cuts for the PyTorch engine: anywhere, unless it refuses the architecture; what it finds on loading, it says
+    then. Errors: `architecture_unsupported` where no engine runs the architecture."""
+    check_blocked(row)
+    try:
+        check_torch(row)
+    except ShardlineError as error:
+        return Cuts(shape, None, error, LayerKinds())
+    return Cuts(shape, LlamaRules("exact" if row.torch == "supported" else "unproven"), None, LayerKinds())
 
 
 def _context_switch(header: GGUFHeader, shape: ModelShape) -> int | None:

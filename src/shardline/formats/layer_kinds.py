@@ -1,20 +1,21 @@
-"""What each layer of a GGUF model is: windowed or not, recurrent or not, with an indexer of its own, sparse or dense.
+"""What each layer of a model is: windowed or not, recurrent or not, with an indexer of its own, sparse or dense.
 
 Owns reading these facts as llama.cpp reads them: from the arrays of the file, else from the pattern that the
-architecture's row has. Whatever llama.cpp would not load is `model_file_invalid`. Pure. Shown by
-tests/formats/test_layer_kinds.py.
+architecture's row has; and the same facts from a config.json. Whatever llama.cpp would not load is
+`model_file_invalid`. Pure. Shown by tests/formats/test_layer_kinds.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardline.errors import ShardlineError
 from shardline.formats.architectures import LlamaRules
 from shardline.formats.gguf import Array, GGUFHeader
-from shardline.formats.shape import CONTEXT_LIMIT, WIDTH_LIMIT, ModelShape
+from shardline.formats.shape import CONTEXT_LIMIT, WIDTH_LIMIT, ConfigFields, ModelShape
 
 Flags = tuple[bool, ...]
 
@@ -159,6 +160,43 @@ def _group(keys: ArchitectureKeys, rules: LlamaRules, windowed: bool) -> int:
     step = keys.integer(rules.align_key, 1) if rules.align_key is not None else 1
     # A step of 0 means that there are no such layers.
     return math.lcm(group, max(1, step))
+
+
+def layer_kinds_of_config(config: Mapping[str, Any], shape: ModelShape, rules: LlamaRules) -> LayerKinds:
+    """The same facts, as far as a config.json states them; `model_file_invalid` where a list is too short."""
+    fields = ConfigFields.of(config)
+    n_layers = shape.n_layers
+    types = fields.names("layer_types")
+    if types and len(types) < n_layers:
+        raise _bad(f"config.json: layer_types has {len(types)} entries for {n_layers} layers")
+    interval = fields.get("full_attention_interval", WIDTH_LIMIT)
+    recurrent = None
+    if types and {"linear_attention", "conv", "mamba"} & set(types):
+        recurrent = tuple(name != "full_attention" for name in types[:n_layers])
+    elif not types and rules.recurrent is not None:
+        recurrent = tuple((i + 1) % (interval or _FULL_ATTENTION_INTERVAL) != 0 for i in range(n_layers))
+    windowed = tuple(name == "sliding_attention" for name in types[:n_layers]) if types else None
+    lead = fields.get("first_k_dense_replace", WIDTH_LIMIT) or 0
+    return LayerKinds(
+        windowed=windowed if rules.window is not None and windowed is not None and any(windowed) else None,
+        recurrent=recurrent,
+        attending=tuple(not flag for flag in recurrent) if recurrent is not None else None,
+        indexed=_indexed_by_config(fields, n_layers) if rules.indexers else None,
+        sparse=tuple(i >= lead for i in range(n_layers)) if rules.sparse_layer else None,
+        group=rules.align,
+    )
+
+
+def _indexed_by_config(fields: ConfigFields, n_layers: int) -> Flags:
+    types = fields.names("indexer_types")
+    if types:
+        if len(types) < n_layers:
+            raise _bad(f"config.json: indexer_types has {len(types)} entries for {n_layers} layers")
+        return tuple(name == "full" for name in types[:n_layers])
+    period = max(1, fields.get("index_topk_freq", WIDTH_LIMIT) or 1)
+    offset = fields.get("index_skip_topk_offset", WIDTH_LIMIT)
+    dense = 2 if offset is None else offset
+    return tuple(max(i - dense + 1, 0) % period == 0 for i in range(n_layers))
 
 
 def _bad(message: str) -> ShardlineError:

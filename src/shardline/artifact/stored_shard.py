@@ -102,6 +102,9 @@ def stored_shard(
     `checked`: `check_pieces` has just been called. Else it is called where the file must be made.
     Errors: those of `check_pieces`, `stored_model` and `ShardFiles.shard`.
     """
+    if not checked and not shard_files.shard_path(artifact.content_id, first, last).exists():
+        check_pieces(artifact, first, last, cancelled=cancelled)
+        checked = True
     return shard_files.shard(
         stored_model(artifact),
         artifact.content_id,

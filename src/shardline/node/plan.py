@@ -96,6 +96,7 @@ def inspect_stored(artifact: StoredArtifact, options: NodeOptions) -> ModelFacts
         model = stored_model(artifact)
         name = _gguf_name(Path(artifact.bundle.manifest.files[0].path))
         return _facts_of_gguf(model, name, make_view(artifact), artifact.content_id, options)
+    _check_reads_folders(options)
     check_headers(artifact)
     path = make_view(artifact)
     found = safetensors.read_folder(path)
@@ -119,6 +120,7 @@ def _inspect_script(path: Path) -> ModelFacts:
 def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
     cache = options.state_dir / "content-ids"
     if path.is_dir():
+        _check_reads_folders(options)
         found = safetensors.read_folder(path)
         name = path.resolve().name
         return _facts_of_folder(found, name, path, content_id(path, cache_dir=cache), options)
@@ -127,17 +129,20 @@ def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
     return replace(facts, content_id=content_id(path, cache_dir=cache))
 
 
-def _gguf_name(path: Path) -> str:
-    return _PART.sub("", path.stem)
-
-
-def _facts_of_folder(found: SafetensorsFolder, name: str, path: Path, content: str, options: NodeOptions) -> ModelFacts:
+def _check_reads_folders(options: NodeOptions) -> None:
     if options.engine == "llama":
         raise ShardlineError(
             "model_file_invalid",
             "it is a folder, and the llama engine reads GGUF files",
             advice="Give --engine torch for a safetensors folder, or name a GGUF file.",
         )
+
+
+def _gguf_name(path: Path) -> str:
+    return _PART.sub("", path.stem)
+
+
+def _facts_of_folder(found: SafetensorsFolder, name: str, path: Path, content: str, options: NodeOptions) -> ModelFacts:
     wanted = _DTYPE_BYTES.get(options.dtype or "")
     return _facts(name, path, content, options, shape_of_config(found.config), found.tensors, wanted)
 

@@ -39,6 +39,9 @@ CATALOGUE: dict[str, Fault] = {
         False,
         "Ban fewer tokens: what the request bans, and what the model itself excludes, is all of them.",
     ),
+    "grammar_invalid": Fault(
+        400, INVALID, False, "Change the schema or grammar as the message says: what cannot be kept to is not tried."
+    ),
     "context_length_exceeded": Fault(400, INVALID, False, "Shorten the prompt, or ask for fewer tokens."),
     "template_error": Fault(400, INVALID, False, "Arrange the messages as the model's chat template wants them."),
     "unauthorized": Fault(401, AUTH, False, "Send a valid key as 'Authorization: Bearer …'."),

@@ -104,7 +104,7 @@ class LocalCluster:
             state_dir=self.folder,
             first=first,
             last=last,
-            inline=True,
+            inline=more.pop("inline", True),
             announce=role,
             **more,
         )

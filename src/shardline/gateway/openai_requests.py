@@ -18,6 +18,7 @@ import msgspec
 from shardline.errors import ShardlineError
 from shardline.gateway.json_body import decode_body, refuse, unsupported
 from shardline.gateway.messages import Message, conversation
+from shardline.gateway.structured import ResponseFormat, grammar_of
 from shardline.settings import Settings
 from shardline.wire.messages import BIAS_FORCES, ModelInfo, Sampling
 
@@ -101,6 +102,9 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_progress: bool | None = None
     timings_per_token: bool | None = None
     cache_prompt: bool | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = None
+    regex: str | None = None
     # Sent by clients on their own; they change no answer.
     user: str | None = None
     metadata: msgspec.Raw = msgspec.Raw()
@@ -115,7 +119,6 @@ class _ChatBody(_Body):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: msgspec.Raw = msgspec.Raw()
     modalities: list[str] | None = None
     # OpenAI's, and not supported: here to take their null, and values that ask for nothing (`_NOTHING_ASKED`).
     tools: msgspec.Raw = msgspec.Raw()
@@ -207,7 +210,6 @@ def chat_request(body: bytes) -> ChatRequest:
         value = b"".join(bytes(getattr(sent, name)).split())
         if value not in (b"", b"null", nothing.encode()):
             unsupported(name, f"'{name}' is not supported")
-    _check_response_format(sent.response_format)
     if sent.modalities not in (None, ["text"]):
         unsupported("modalities", "'modalities' may be text only")
     if sent.top_logprobs is not None:
@@ -249,10 +251,9 @@ def check_vocabulary(asked: Asked, prompts: list[Prompt], vocab_size: int, eog: 
         if token >= vocab_size:
             refuse("logit_bias", f"token id {token} is not in the vocabulary of {vocab_size}")
     for prompt in prompts:
-        if isinstance(prompt, list):
-            for token in prompt:
-                if not 0 <= token < vocab_size:
-                    refuse("prompt", f"'prompt': token ids are 0 to {vocab_size - 1}, not {_number(token)}")
+        if isinstance(prompt, list) and (min(prompt) < 0 or max(prompt) >= vocab_size):
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            refuse("prompt", f"'prompt': token ids are 0 to {vocab_size - 1}, not {_number(wrong)}")
     _check_choice(asked.sampling, vocab_size, eog)
     if asked.sampling.top_k < vocab_size:
         return asked
@@ -355,6 +356,7 @@ def _sampling(sent: _Body, logprobs: int | None, min_tokens: int) -> Sampling:
         logprobs=logprobs,
         min_tokens=min_tokens,
         ignore_eos=bool(sent.ignore_eos),
+        grammar=grammar_of(sent.response_format, sent.grammar, sent.regex),
     )
 
 
@@ -392,21 +394,6 @@ def _check_inert(sent: _Body) -> None:
     metadata = bytes(sent.metadata).lstrip()
     if metadata and metadata != b"null" and not metadata.startswith(b"{"):
         refuse("metadata", "'metadata' must be an object")
-
-
-class _ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
-
-
-def _check_response_format(sent: msgspec.Raw) -> None:
-    if bytes(sent) in (b"", b"null"):
-        return
-    try:
-        if msgspec.json.decode(sent, type=_ResponseFormat).type == "text":
-            return
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass
-    unsupported("response_format", 'only \'response_format\': {"type": "text"} is supported')
 
 
 def _prompts(sent: str | list[str | int | list[int]] | None) -> list[Prompt]:

@@ -251,6 +251,11 @@ class RouteSession:
         except ShardlineError as error:
             self._fail(self._of_node(line, error, fallback="seam_invalid"))
             return
+        grammar = self._sampling.grammar
+        if grammar is not None and line.hop.index == len(self._lines) - 1 and not event.grammar:
+            what = f"'{grammar.field}': Node {line.hop.node} does not know of grammars: it runs an older version"
+            self._fail(ShardlineError("unsupported_parameter", what, param=grammar.field, node=line.hop.node))
+            return
         line.answer = msgspec.structs.replace(event, node=line.hop.node)
         self._moved = line.heard
 

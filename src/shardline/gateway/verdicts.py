@@ -17,6 +17,8 @@ RETRY_AFTER_S = 2
 _FOR_CLIENTS = frozenset({"model_not_found", "model_unavailable", "capacity", "kv_exhausted", "resources_exhausted"})
 
 _CODES_OF_SEAMS = frozenset({"seam_lost", "seam_invalid", "seam_gap", "numerical_error"})
+_CODES_OF_GRAMMARS = frozenset({"grammar_invalid", "no_token_left", "unsupported_parameter"})
+_FIELDS_OF_GRAMMARS = frozenset({"response_format", "grammar", "regex", "tools", "tool_choice"})
 _CODES_OF_NODES = _CODES_OF_SEAMS | {
     "capacity",
     "deadline",
@@ -25,11 +27,13 @@ _CODES_OF_NODES = _CODES_OF_SEAMS | {
     "engine_lost",
     "engine_out_of_memory",
     "gateway_lost",
+    "grammar_invalid",
     "kv_exhausted",
     "no_token_left",
     "queue_overflow",
     "rollback_unsupported",
     "shard_unready",
+    "unsupported_parameter",
 }
 """What a Node may say of itself to a client. Everything else it says is told as a refusal, with its code beside it."""
 _CODES_OF_CHANGE = frozenset({"ticket_invalid", "ticket_used"})
@@ -59,7 +63,9 @@ def of_node(said: ShardlineError, *, node: str, nodes: Sequence[str], opened: bo
             details.update({"from": node, "to": to})
         elif code == "seam_lost":
             code = "engine_error"
-    param = "logit_bias" if code == "no_token_left" else None
+    param = said.param if code in _CODES_OF_GRAMMARS and said.param in _FIELDS_OF_GRAMMARS else None
+    if code == "no_token_left":
+        param = param or "logit_bias"
     return ShardlineError(code, said.message, param=param, node=node, **details)
 
 

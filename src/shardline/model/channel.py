@@ -20,7 +20,7 @@ import msgspec
 
 from shardline.errors import CATALOGUE, ShardlineError
 from shardline.model.backend import Buffer, Reuse, ShardDescription, ShardSpec
-from shardline.wire.messages import Sampling, StepTimes
+from shardline.wire.messages import Grammar, Sampling, StepTimes
 from shardline.wire.steps import SeamLayout
 
 FRAME_LIMIT = 64 << 20
@@ -103,7 +103,14 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=8):
     tokens: int
 
 
+class Compile(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """See whether a grammar can be kept to; like a text, beside the engine. No token ids are the answer: it can."""
+
+    grammar: Grammar
+
+
 Request = Load | Open | Keep | Close | Rollback | Batch | Test | Stop
+TextRequest = Tokenize | Compile
 
 # Worker -> Node.
 
@@ -175,7 +182,7 @@ def _decode_layout(kind: type, value: Any) -> object:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_layout)
 
 
-def frame(message: Request | Answer | Tokenize | Tokens) -> bytes:
+def frame(message: Request | Answer | TextRequest | Tokens) -> bytes:
     """The bytes of one frame; ValueError where it is over the limit."""
     body = _encoder.encode(message)
     if len(body) > FRAME_LIMIT:
@@ -187,7 +194,7 @@ class FrameReader:
     """Bytes in, messages of one direction out. ValueError for what is no frame: the other side is then of no use."""
 
     def __init__(self, kind: Any) -> None:
-        """`kind`: `Request`, `Answer`, `Tokenize` or `TextAnswer`."""
+        """`kind`: `Request`, `Answer`, `TextRequest` or `TextAnswer`."""
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_layout)
         self._buffer = bytearray()
 

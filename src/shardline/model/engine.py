@@ -20,7 +20,7 @@ from shardline.errors import ShardlineError
 from shardline.model.backend import Backend, BackendEntry, ShardDescription, SlotSpec
 from shardline.model.generation import Generator, StepResult, fault_of
 from shardline.settings import Settings
-from shardline.wire.messages import EngineHealth, StepTimes
+from shardline.wire.messages import EngineHealth, Grammar, StepTimes
 
 log = structlog.get_logger(__name__)
 
@@ -78,6 +78,10 @@ class Engine(Protocol):
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text, beside whatever runs. Raises `deadline` (limit `control`) and `queue_overflow`, too."""
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """See whether a tail can keep to a grammar, beside whatever runs; a slot that is opened with it then has it at
+        once. Raises `grammar_invalid`, `unsupported_parameter`, and what `tokenize` raises."""
 
     def text_bundle(self) -> bytes | None:
         """MessagePack of `TextBundle`; None before the start, and on a Shard that is neither head nor tail."""
@@ -295,6 +299,9 @@ class InlineEngine:
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return self._up().backend.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await asyncio.to_thread(self._up().grammars.check, grammar)
 
     def text_bundle(self) -> bytes | None:
         return self._text

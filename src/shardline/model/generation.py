@@ -17,6 +17,7 @@ import numpy as np
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import Backend, BackendEntry, BackendOutput, Buffer, Reuse, ShardDescription, SlotSpec
+from shardline.model.grammar import Grammars
 from shardline.model.sampling import Sampler
 from shardline.wire.messages import Sampling, TextBundle
 
@@ -69,6 +70,7 @@ class Generator:
         self.description: ShardDescription = backend.describe()
         self.text: bytes | None = backend.text_bundle()
         self._end_ids = frozenset(msgspec.msgpack.decode(self.text, type=TextBundle).eog) if self.text else frozenset()
+        self.grammars = Grammars(self.text if self.description.is_tail else None, self.description.vocab_size)
         self._row_bytes = tuple(t.row_bytes for t in self.description.layout_out.tensors)
         self._slots: dict[int, _Slot] = {}
         self.kv_tokens = 0
@@ -102,8 +104,10 @@ class Generator:
     def _sampler(self, spec: SlotSpec) -> Sampler | None:
         if not self.description.is_tail:
             return None
+        sampling = spec.sampling if spec.sampling is not None else Sampling()
         return Sampler(
-            spec.sampling if spec.sampling is not None else Sampling(),
+            sampling,
+            constraint=None if sampling.grammar is None else self.grammars.constraint(sampling.grammar),
             vocab_size=self.description.vocab_size,
             prompt_tokens=spec.prompt_tokens,
             end_ids=self._end_ids,

@@ -3,7 +3,7 @@
 Owns the order and the formulas of `wire.messages.Sampling`, the random draws and the token history they need. Refuses
 to know engines, texts and stop strings. numpy only. Shown by tests/model/test_sampling.py.
 
-    bans, bias -> repeat_penalty -> presence, frequency -> greedy, or temperature -> top_k -> top_p -> min_p -> draw
+    bias -> repeat_penalty -> presence, frequency -> bans, grammar -> greedy, or temperature -> top_k -> top_p -> min_p
 
 Logprobs are those of the model: log-softmax of the untouched logits, as vLLM (`raw_logprobs`) and llama-server (its
 `n_probs`) report them by default, so that a client's temperature or bias does not colour what it measures.
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardline.errors import ShardlineError
+from shardline.model.grammar import Constraint, Mask
 from shardline.wire.messages import BIAS_FORCES, Sampling
 
 F32 = npt.NDArray[np.float32]
@@ -97,14 +98,21 @@ class Sampler:
     """
 
     def __init__(
-        self, sampling: Sampling, *, vocab_size: int, prompt_tokens: int, end_ids: Collection[int] = ()
+        self,
+        sampling: Sampling,
+        *,
+        vocab_size: int,
+        prompt_tokens: int,
+        end_ids: Collection[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
-        """`end_ids`: end-of-generation ids of the model. Raises `invalid_value`."""
+        """`end_ids`: end-of-generation ids of the model. `constraint`: of `sampling.grammar`. Raises `invalid_value`."""
         check(sampling, vocab_size)
         self._sampling = sampling
         self._vocab_size = vocab_size
         self._prompt_tokens = prompt_tokens
         self._length = 0
+        self._constraint = constraint
         self.stop_ids = frozenset(sampling.stop_ids)
         seed = os.urandom(16) if sampling.seed is None else b"%d" % sampling.seed
         self._key = hashlib.blake2b(seed, digest_size=32, person=b"shardline draws").digest()
@@ -121,6 +129,7 @@ class Sampler:
         ends = {i for i in end_ids if 0 <= i < vocab_size}
         if sampling.ignore_eos:
             banned |= ends
+        self._ends = np.array(sorted(ends), dtype=np.int64)
         self._banned = np.array(sorted(banned), dtype=np.int64)
         self._banned_early = np.array(sorted(banned | ends | set(sampling.stop_ids)), dtype=np.int64)
         self._bans = frozenset(banned)
@@ -138,6 +147,9 @@ class Sampler:
         if self._history is not None:
             self._history.extend(tokens.tolist())
             self._count(tokens, 1)
+        if self._constraint is not None and self._length + len(tokens) > self._prompt_tokens:
+            ours = tokens[max(0, self._prompt_tokens - self._length) :]
+            self._constraint.observe(self.generated, ours.tolist())
         self._length += len(tokens)
 
     def rollback(self, length: int) -> None:
@@ -148,6 +160,8 @@ class Sampler:
             self._length = length
             self._count(dropped, -1)
         self._length = min(self._length, length)
+        if self._constraint is not None:
+            self._constraint.rollback(self.generated)
 
     def _count(self, tokens: npt.NDArray[np.int32], step: int) -> None:
         if self._seen is not None:
@@ -159,8 +173,8 @@ class Sampler:
         """Choose the next token from `logits` (float32, [vocab_size], left as they are).
 
         Minus infinity marks a token that the model excludes. Raises `numerical_error` for NaN, plus infinity or no
-        finite logit at all, `no_token_left` where bans leave nothing to choose, `engine_error` where the width is not
-        the vocabulary's.
+        finite logit at all, `no_token_left` where bans and grammar leave nothing to choose, `engine_error` where the
+        width is not the vocabulary's. A grammar that is complete, and has nothing more, ends against all bans.
         """
         if logits.shape != (self._vocab_size,):
             raise ShardlineError(
@@ -171,31 +185,42 @@ class Sampler:
         peak = float(logits[best])
         if not math.isfinite(peak):
             raise ShardlineError("numerical_error", "the logits of the last layer are not finite")
-        scores = logits
-        greedy = self._sampling.temperature <= GREEDY_BELOW or self._sampling.top_k == 1
-        if (self._adjusts or self.generated < self._sampling.min_tokens) and not (greedy and self._unbanned(best)):
-            scores = self._adjusted(logits)
-            best = int(scores.argmax())
-            self._check_adjusted(float(scores[best]))
-        chosen = best if greedy else self._draw(scores, float(scores[best]))
+        chosen = self._choose(logits, best)
+        if self._constraint is not None:
+            # At once: the next mask is made while the token goes round the ring.
+            self._constraint.observe(self.generated, (chosen,))
         if self._sampling.logprobs is None:
             return Choice(chosen, None, None)
         return _with_logprobs(logits, peak, chosen, self._sampling.logprobs)
 
-    def _unbanned(self, best: int) -> bool:
-        """Whether nothing but bans applies, and `best` is not banned: it stays the best then."""
-        if self._biased or self._history is not None:
+    def _choose(self, logits: F32, best: int) -> int:
+        scores = logits
+        greedy = self._sampling.temperature <= GREEDY_BELOW or self._sampling.top_k == 1
+        mask = None if self._constraint is None else self._constraint.mask()
+        adjusts = self._adjusts or mask is not None or self.generated < self._sampling.min_tokens
+        if adjusts and not (greedy and self._unbanned(best, mask)):
+            scores = self._adjusted(logits, mask)
+            best = int(scores.argmax())
+            if scores[best] == -math.inf and mask is not None and mask.complete and len(self._ends):
+                return int(self._ends[logits[self._ends].argmax()])
+            self._check_adjusted(float(scores[best]), mask)
+        return best if greedy else self._draw(scores, float(scores[best]))
+
+    def _unbanned(self, best: int, mask: Mask | None) -> bool:
+        """Whether nothing but bans and a grammar applies, and these allow `best`: it stays the best then."""
+        if self._biased or self._history is not None or (mask is not None and mask.penalty[best] != 0):
             return False
         return best not in (self._bans_early if self.generated < self._sampling.min_tokens else self._bans)
 
-    def _check_adjusted(self, peak: float) -> None:
+    def _check_adjusted(self, peak: float, mask: Mask | None) -> None:
         if peak == -math.inf:
-            raise ShardlineError("no_token_left", "every token is banned by the request, or has no chance in the model")
+            what = "by the request" if mask is None else "by the request, among those that its grammar allows here"
+            raise ShardlineError("no_token_left", f"every token is banned {what}, or has no chance in the model")
         if not math.isfinite(peak):
             raise ShardlineError("numerical_error", "the penalties drive the logits past the range of float32")
 
-    def _adjusted(self, logits: F32) -> F32:
-        """Bias, penalties and bans on a copy.
+    def _adjusted(self, logits: F32, mask: Mask | None) -> F32:
+        """Bias, penalties, bans and the grammar on a copy.
 
         repeat_penalty r: positive logits / r, others * r, once for each token of prompt and output (Keskar et al. 2019,
         https://arxiv.org/abs/1909.05858, 4.1; as transformers and vLLM). presence p and frequency f: minus
@@ -216,6 +241,8 @@ class Sampler:
             scores.fill(-np.inf)
             scores[self._forced] = kept
         scores[self._banned_early if self.generated < s.min_tokens else self._banned] = -np.inf
+        if mask is not None:
+            scores += mask.penalty
         return scores
 
     def _draw(self, scores: F32, peak: float) -> int:

@@ -23,12 +23,13 @@ from collections.abc import Iterator, Sequence
 
 from shardline.errors import ShardlineError
 from shardline.model import backends
-from shardline.model.backend import Backend, BackendEntry, SlotSpec
+from shardline.model.backend import BackendEntry, SlotSpec
 from shardline.model.channel import (
     Answer,
     Batch,
     BatchDone,
     Close,
+    Compile,
     Done,
     Fault,
     FrameReader,
@@ -47,7 +48,7 @@ from shardline.model.channel import (
     Stop,
     Test,
     Tested,
-    Tokenize,
+    TextRequest,
     frame,
     places,
 )
@@ -141,7 +142,7 @@ class Worker:
         self._in_sizes = tuple(t.row_bytes for t in description.layout_in.tensors)
         self._out_sizes = tuple(t.row_bytes for t in description.layout_out.tensors)
         for lane in self._texts:
-            threading.Thread(target=_serve_texts, args=(lane, backend), name="texts", daemon=True).start()
+            threading.Thread(target=_serve_texts, args=(lane, self._generator), name="texts", daemon=True).start()
         # What loading left behind lives as long as the process: keep the collector away from it.
         gc.collect()
         gc.freeze()
@@ -190,8 +191,13 @@ class Worker:
         return Sampled(token.id, token.logprob, None if token.top is None else list(token.top), token.end)
 
 
-def _serve_texts(lane: socket.socket, backend: Backend) -> None:
-    def tokenize(request: Tokenize) -> list[int]:
+def _serve_texts(lane: socket.socket, generator: Generator) -> None:
+    backend = generator.backend
+
+    def tokenize(request: TextRequest) -> list[int]:
+        if isinstance(request, Compile):
+            generator.grammars.check(request.grammar)
+            return []
         return backend.tokenize(request.text, add_special=request.add_special, parse_special=request.parse_special)
 
     with _ending_when_lost():

@@ -19,6 +19,7 @@ from shardline.model.channel import (
     Answer,
     BatchDone,
     Close,
+    Compile,
     Fault,
     Keep,
     Load,
@@ -37,7 +38,7 @@ from shardline.model.engine import BatchResult, Done, Restarts, given_up, nothin
 from shardline.model.generation import SampledToken, StepResult
 from shardline.model.worker_process import WorkerProcess, worker_environment
 from shardline.settings import Settings
-from shardline.wire.messages import EngineHealth, StepTimes
+from shardline.wire.messages import EngineHealth, Grammar, StepTimes
 
 log = structlog.get_logger(__name__)
 
@@ -225,6 +226,11 @@ class WorkerEngine:
         if self._serving is None:
             raise self._down
         return await self._serving.texts.tokenize(Tokenize(text, add_special, parse_special))
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        if self._serving is None:
+            raise self._down
+        await self._serving.texts.compile(Compile(grammar))
 
     async def self_test(self) -> StepTimes:
         answer = await self._ask(Test(), ("prefill_chunk", self._settings.prefill_chunk_s))

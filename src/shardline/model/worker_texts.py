@@ -17,7 +17,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardline.errors import ShardlineError
-from shardline.model.channel import FRAME_LIMIT, Fault, FrameReader, Refused, TextAnswer, Tokenize, Tokens, frame
+from shardline.model.channel import (
+    FRAME_LIMIT,
+    Compile,
+    Fault,
+    FrameReader,
+    Refused,
+    TextAnswer,
+    TextRequest,
+    Tokenize,
+    Tokens,
+    frame,
+)
 from shardline.model.engine import over_limit
 from shardline.model.generation import fault_of
 from shardline.settings import Settings
@@ -33,17 +44,17 @@ _RECEIVE_BYTES = 256 << 10
 # ---- in the worker ---------------------------------------------------------------------------------------------------
 
 
-def answer_texts(lane: socket.socket, tokenize: Callable[[Tokenize], list[int]]) -> None:
+def answer_texts(lane: socket.socket, tokenize: Callable[[TextRequest], list[int]]) -> None:
     """The work of one thread: each text is answered, in order, until the Node closes its end. Raises what makes the
     engine unusable."""
-    reader = FrameReader(Tokenize)
+    reader = FrameReader(TextRequest)
     with contextlib.suppress(OSError):  # closed with an answer unread: the Node is gone, or gives this worker up
         while data := lane.recv(_RECEIVE_BYTES):
             for request in reader.feed(data):
                 lane.sendall(_answered(tokenize, request))
 
 
-def _answered(tokenize: Callable[[Tokenize], list[int]], request: Tokenize) -> bytes:
+def _answered(tokenize: Callable[[TextRequest], list[int]], request: TextRequest) -> bytes:
     try:
         ids = tokenize(request)
     except Exception as error:  # a tokenizer's fault is an answer, whatever it is
@@ -156,14 +167,21 @@ class TextLanes:
         self._waiting: deque[_Text] = deque()
         self._lanes = [_Lane(end, on_free=self._next, on_garbage=on_garbage) for end in ends]
 
+    async def compile(self, request: Compile) -> None:
+        """See whether a grammar can be kept to. Raises why not, and what `tokenize` raises."""
+        await self._ask(request, "grammar")
+
     async def tokenize(self, request: Tokenize) -> list[int]:
         """The token ids of a text. Raises what the tokenizer refused with, `queue_overflow`, `deadline` (limit
         `control`, which each text has for itself, its wait included), `invalid_value` for one that passes no frame, or
         why the worker was lost."""
+        return await self._ask(request, f"{len(request.text)} characters")
+
+    async def _ask(self, request: TextRequest, what: str) -> list[int]:
         try:
             data = frame(request)
         except ValueError:  # too large, or with a lone surrogate in it
-            raise _too_long(f"{len(request.text)} characters") from None
+            raise _too_long(what) from None
         if len(self._waiting) >= WAITING or sum(len(text.data) for text in self._waiting) > WAITING_BYTES:
             raise ShardlineError("queue_overflow", f"{len(self._waiting)} texts wait to be tokenised")
         text = _Text(data, asyncio.get_running_loop().create_future())
@@ -173,7 +191,7 @@ class TextLanes:
             async with asyncio.timeout(self._settings.control_s):
                 return await text.ids
         except TimeoutError:
-            raise ShardlineError("deadline", "the engine did not tokenise in time", limit="control") from None
+            raise ShardlineError("deadline", "the engine did not read a text in time", limit="control") from None
         finally:
             with contextlib.suppress(ValueError):  # on its way, or answered
                 self._waiting.remove(text)

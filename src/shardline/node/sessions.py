@@ -117,6 +117,9 @@ class Sessions:
         refusal: ShardlineError | None = None
         try:
             async with asyncio.timeout(self._settings.open_s):
+                if spec.sampling is not None and spec.sampling.grammar is not None:
+                    await self._engine.check_grammar(spec.sampling.grammar)
+                    opened = structs.replace(opened, grammar=True)
                 if match is not None:
                     opened = await self._fork(slot, spec, match, opened)
                 if not opened.reusable_tokens:

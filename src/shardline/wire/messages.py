@@ -344,6 +344,22 @@ BIAS_FORCES = 100.0
 """OpenAI's `logit_bias`: from this on a token is the only choice, from minus this it is none, whatever the logits."""
 
 
+GRAMMAR_BYTES = 128 << 10
+"""Largest `Grammar`, `before` included: whatever JSON makes of it passes as one control message."""
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer may be; the tail keeps it to that, or refuses the session."""
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    """`grammar`: Lark as llguidance reads it, or llama.cpp's GBNF."""
+    text: str
+    field: str
+    """Of the client's request, for errors."""
+    before: str = ""
+    """Rules in Lark that define `before`: what stands in front (a model's thinking). Empty: nothing does."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tail makes a token from a row of logits; see model/sampling.py for the order and the formulas."""
 
@@ -361,6 +377,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_ids: list[int] = []
+    grammar: Grammar | None = None
+    """A tail that keeps to it says so (`Opened.grammar`); one that does not know of this field says nothing."""
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -390,6 +408,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened", tag_field=
     unused: str | None = None
     """Why it cannot be more than 0: `off` (the operator said so), `engine` (it cannot go back exactly), `lost` (what
     was kept was lost just then)."""
+    grammar: bool = False
+    """From a tail that was given a grammar: its answer will keep to it."""
 
 
 class HopTimes(msgspec.Struct, frozen=True, kw_only=True):

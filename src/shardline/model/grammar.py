@@ -1,0 +1,231 @@
+"""What an answer may be: grammars and schemas of requests, as masks over the vocabulary, for every engine alike.
+
+Owns the one use of llguidance: the vocabulary as its trie, compiled grammars (bounded in size and work, kept for the
+next request), and the constraint of one session, whose next mask is made on a thread of its own while the step runs.
+Refuses to sample (sampling.py) and to know requests. Without llguidance every grammar is refused, never ignored.
+Shown by tests/model/test_grammar.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shardline.errors import ShardlineError
+from shardline.wire.messages import GRAMMAR_BYTES, Grammar, TextBundle
+
+COMPILED_KEPT = 32
+MASK_S = 10.0
+"""How long a mask is waited for; llguidance's own bounds end its work in a fraction of a second."""
+_LIMITS = {
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+    "max_items_in_row": 20_000,
+    "verbose_errors": False,
+}
+"""Of llguidance: a state takes up to 2 KB, a grammar of this size compiles in a quarter of a second, and an object with
+2,000 optional members has 8,000 items in its first row."""
+_THREADS = 2
+_REASON_CHARACTERS = 600
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""Between two tokens of JSON: a small model that may go on with blank space does so until its limit."""
+
+
+class Mask(NamedTuple):
+    """What may come next. `penalty`: float32, [vocab_size], 0 where a token may come and minus infinity where not."""
+
+    penalty: npt.NDArray[np.float32]
+    complete: bool
+    """What has come is whole: it may end here."""
+
+
+class Grammars:
+    """Compiles the grammars that requests bring, for the tail of one model. `check` may be called by any thread."""
+
+    def __init__(self, bundle: bytes | None, vocab_size: int) -> None:
+        """`bundle`: MessagePack of the model's `TextBundle`; None: the model has no text. The trie is made at once, as
+        it holds the interpreter while it is made: 0.1 s for 50,000 tokens."""
+        self._vocab_size = vocab_size
+        self._compiled: OrderedDict[tuple[str, str, str], Any] = OrderedDict()
+        self._lock = Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
+        self._unavailable = ""
+        self._trie: Any = None
+        if bundle is None:
+            self._unavailable = "the model has no text"
+            return
+        try:
+            import llguidance
+        except ImportError:
+            self._unavailable = "its Nodes run without llguidance, which keeps answers to a grammar"
+            return
+        self._library: Any = llguidance
+        text = msgspec.msgpack.decode(bundle, type=TextBundle)
+        ends = [token for token in text.eog if token < vocab_size]
+        if not ends:
+            self._unavailable = "the model has no token that ends an answer"
+            return
+        words = llguidance.TokenizerWrapper(_Words(text, vocab_size, ends[0]))
+        self._trie = llguidance.LLTokenizer(words, n_vocab=vocab_size, eos_token=ends)
+
+    def check(self, grammar: Grammar) -> None:
+        """Compile, and remember. Raises `grammar_invalid` with llguidance's reason, or `unsupported_parameter`."""
+        self._matcher(grammar)
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """For one session, from its first generated token on. Raises what `check` does."""
+        return Constraint(self._matcher(grammar).deep_copy(), grammar.field, self._vocab_size, self._threads)
+
+    def _matcher(self, grammar: Grammar) -> Any:
+        if self._unavailable:
+            message = f"'{grammar.field}' is not supported for this model: {self._unavailable}"
+            raise ShardlineError("unsupported_parameter", message, param=grammar.field)
+        key = (grammar.kind, grammar.text, grammar.before)
+        with self._lock:
+            matcher = self._compiled.get(key)
+            if matcher is not None:
+                self._compiled.move_to_end(key)
+                return matcher
+        matcher = self._compile(grammar)
+        with self._lock:
+            self._compiled[key] = matcher
+            while len(self._compiled) > COMPILED_KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _compile(self, grammar: Grammar) -> Any:
+        size = len(grammar.text.encode()) + len(grammar.before.encode())
+        if size > GRAMMAR_BYTES:
+            raise _invalid(grammar.field, f"it has {size} bytes, at most {GRAMMAR_BYTES} are taken")
+        limits = self._library.LLParserLimits(**_LIMITS)
+        matcher = self._library.LLMatcher(self._trie, self._source(grammar), log_level=0, limits=limits)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # what is too much work already for the first token is told now
+        if first.is_error():
+            raise _invalid(grammar.field, first.get_error())
+        return matcher
+
+    def _source(self, grammar: Grammar) -> str:
+        """In llguidance's own form. Where only one text can come, any tokens that spell it may: else it would ask for
+        the one way in which a tokenizer does, and the model knows best how it goes on."""
+        if grammar.kind == "json_schema":
+            ours: dict[str, Any] = {"json_schema": _schema(grammar)}
+        elif grammar.kind == "regex":
+            made = json.loads(self._library.LLMatcher.grammar_from_regex(grammar.text))
+            ours = {"lark_grammar": made["grammars"][0]["lark_grammar"]}
+        else:
+            ours = {"lark_grammar": self._lark(grammar)}
+        rules = f"start: before @behind\n{grammar.before}\n" if grammar.before else "start: @behind\n"
+        front = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + rules}
+        return msgspec.json.encode({"grammars": [front, {"name": "behind", **ours}]}).decode()
+
+    def _lark(self, grammar: Grammar) -> str:
+        """Lark as it is; llama.cpp's GBNF, which writes `::=`, turned into it."""
+        try:
+            return str(self._library.gbnf_to_lark.any_to_lark(grammar.text))
+        except (Exception, RecursionError) as error:  # a converter in plain Python: whatever it meets is in the grammar
+            raise _invalid(grammar.field, f"it is not readable as GBNF: {error}") from None
+
+
+def _schema(grammar: Grammar) -> msgspec.Raw | dict[str, msgspec.Raw]:
+    """Numbers and the order of members stay as they were written."""
+    try:
+        raw = msgspec.json.decode(grammar.text, type=msgspec.Raw)
+        if not bytes(raw).lstrip().startswith(b"{"):
+            return raw
+        # Ours comes last: a request does not choose how its schema is compiled.
+        ours = msgspec.Raw(msgspec.json.encode({"whitespace_pattern": _WHITESPACE}))
+        return {**msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), "x-guidance": ours}
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        raise _invalid(grammar.field, "the schema is not JSON, or nested too deeply") from None
+
+
+class _Words:
+    """A vocabulary as llguidance reads it. It is never asked to tokenise."""
+
+    def __init__(self, text: TextBundle, vocab_size: int, end: int) -> None:
+        self.tokens = text.pieces[:vocab_size] + [b""] * (vocab_size - len(text.pieces))
+        self.special_token_ids = [token for token in text.special if token < vocab_size]
+        self.eos_token_id = end
+        self.bos_token_id = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []
+
+
+class Constraint:
+    """How far one session is in its grammar. One thread calls it; masks are made on another, one at a time.
+
+    `observe` every generated token, then `mask`; `rollback` goes back. A fault of the grammar is raised by `mask`.
+    """
+
+    def __init__(self, matcher: Any, field: str, vocab_size: int, threads: ThreadPoolExecutor) -> None:
+        self._matcher = matcher
+        self._field = field
+        self._vocab_size = vocab_size
+        self._threads = threads
+        self._taken: list[int] = []
+        self._work: Future[Mask] = threads.submit(self._mask)
+
+    def observe(self, index: int, tokens: Sequence[int]) -> None:
+        """Generated tokens from number `index` on. Those that it has already taken change nothing."""
+        known = self._taken[index : index + len(tokens)]
+        same = next((i for i, (a, b) in enumerate(zip(known, tokens, strict=False)) if a != b), len(known))
+        new = list(tokens[same:])
+        if new:
+            self.rollback(index + same)
+            self._taken += new
+            self._go_on(lambda: self._matcher.consume_tokens(new))
+
+    def rollback(self, count: int) -> None:
+        """Only the first `count` generated tokens stay."""
+        dropped = len(self._taken) - count
+        if dropped > 0:
+            del self._taken[count:]
+            self._go_on(lambda: self._matcher.rollback(dropped))
+
+    def mask(self) -> Mask:
+        """For the token that comes next. Raises `grammar_invalid` where the grammar turned out to be too much work, or
+        does not allow what has come."""
+        try:
+            return self._work.result(MASK_S)
+        except TimeoutError:
+            raise ShardlineError("deadline", f"no mask was made in {MASK_S:g} s", limit="step") from None
+
+    def _go_on(self, move: Callable[[], object]) -> None:
+        before = self._work
+
+        def work() -> Mask:
+            before.exception(MASK_S)  # one after another; nearly always done long ago
+            move()
+            return self._mask()
+
+        self._work = self._threads.submit(work)
+
+    def _mask(self) -> Mask:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise _invalid(self._field, self._matcher.get_error())
+        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.uint32)
+        # 1 - 1 is the pattern of 0.0; 0 - 1, cut to sign and exponent, is that of minus infinity.
+        allowed -= 1
+        allowed &= _MINUS_INFINITY
+        return Mask(allowed.view(np.float32), self._matcher.is_accepting())
+
+
+_MINUS_INFINITY = np.uint32(0xFF800000)
+
+
+def _invalid(field: str, reason: str) -> ShardlineError:
+    """llguidance's words, without the picture of the line that it draws below."""
+    words = " ".join(line.strip() for line in reason.splitlines() if line.strip())
+    return ShardlineError("grammar_invalid", f"'{field}': {words[:_REASON_CHARACTERS]}", param=field)

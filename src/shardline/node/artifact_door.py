@@ -18,6 +18,7 @@ from shardline.settings import Settings
 from shardline.transport.authority import TRACKER, uri_of
 from shardline.transport.bodies import read_json, send_body
 from shardline.transport.guard import PARTIES
+from shardline.transport.pace import Pace
 from shardline.transport.piece_server import PREFIX, PieceServer
 from shardline.wire.artifacts import Challenge
 
@@ -35,6 +36,11 @@ class ArtifactDoor:
         self._pieces = PieceServer(self.shelf, settings)
         self._artifacts: dict[str, StoredArtifact] = {}
         self._challenges = 0
+
+    @property
+    def pace(self) -> Pace:
+        """How fast pieces leave, by whatever way."""
+        return self._pieces.pace
 
     def put(self, artifact: StoredArtifact) -> None:
         """Give it away from now on; who opened it closes it, after the server has ended."""

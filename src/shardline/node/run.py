@@ -173,6 +173,7 @@ def _not_loaded(cause: ShardlineError) -> ShardlineError:
 def _swarm(
     options: NodeOptions,
     pieces: ArtifactPieces,
+    door: ArtifactDoor,
     tracker: TrackerClient,
     key: Ed25519PrivateKey,
     membership: Membership | None,
@@ -192,6 +193,7 @@ def _swarm(
         environment=options.environment,
         tls=None if membership is None else membership.tls,
         download_pace=pieces.pace,
+        upload_pace=door.pace,
         on_banned=pieces.ban,
     )
     swarm.put(pieces.artifact)
@@ -215,7 +217,12 @@ class _Node:
         pieces: ArtifactPieces | None,
     ) -> None:
         self._pieces = pieces
-        self._swarm = None if pieces is None else _swarm(options, pieces, tracker, key, membership)
+        self._door: ArtifactDoor | None = None
+        self._swarm: Swarm | None = None
+        if pieces is not None:
+            self._door = ArtifactDoor(options.settings)
+            self._door.put(pieces.artifact)
+            self._swarm = _swarm(options, pieces, self._door, tracker, key, membership)
         self._range = (first, last)
         self._options = options
         self._membership = membership
@@ -290,7 +297,7 @@ class _Node:
             info=info,
             ticket_key=lambda: presence.ticket_key,
             expelled=lambda: presence.expelled,
-            door=self._door(),
+            door=self._door,
         )
         host.on_change = lambda: self._state_changed(host, presence)
         self._engine.on_progress = self._loading
@@ -316,13 +323,6 @@ class _Node:
             await server.stop(_STOP_S)
             if self._swarm is not None and self._pieces is not None:
                 await self._swarm.take(self._pieces.artifact.content_id)
-
-    def _door(self) -> ArtifactDoor | None:
-        if self._pieces is None:
-            return None
-        door = ArtifactDoor(self._settings)
-        door.put(self._pieces.artifact)
-        return door
 
     def _giving(self, identity: Identity, presence: Presence, host: ShardHost) -> list[Coroutine[Any, Any, None]]:
         """What a Node with pieces does beside its Shard: tell what it has, and read it again now and then."""

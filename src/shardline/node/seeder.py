@@ -194,7 +194,7 @@ async def _serve(
         membership=member if isinstance(member, Membership) else None,
     )
     door = ArtifactDoor(settings)
-    swarm = _swarm(options, tracker, identity, member)
+    swarm = _swarm(options, door, tracker, identity, member)
     for artifact in artifacts:
         door.put(artifact)
         if swarm is not None:
@@ -244,7 +244,11 @@ async def _until_unwanted(presence: Presence, works: list[Coroutine[Any, Any, No
 
 
 def _swarm(
-    options: SeederOptions, tracker: TrackerClient, identity: Identity, member: Membership | OwnMembership | None
+    options: SeederOptions,
+    door: ArtifactDoor,
+    tracker: TrackerClient,
+    identity: Identity,
+    member: Membership | OwnMembership | None,
 ) -> Swarm | None:
     """BitTorrent, where the settings allow any."""
     if not options.settings.bittorrent_connections:
@@ -254,7 +258,9 @@ def _swarm(
         return (await tracker.sources(content_id, identity.node_id)).sources
 
     tls = None if member is None else member.tls
-    return Swarm(options.settings, options.host, sources, environment=options.environment, tls=tls)
+    return Swarm(
+        options.settings, options.host, sources, environment=options.environment, tls=tls, upload_pace=door.pace
+    )
 
 
 async def _announce_ready(options: SeederOptions, presence: Presence) -> None:

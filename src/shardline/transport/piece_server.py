@@ -50,7 +50,8 @@ class PieceServer:
     def __init__(self, shelf: PieceShelf, settings: Settings) -> None:
         self._shelf = shelf
         self._settings = settings
-        self._pace = Pace(settings.upload_bytes_per_s)
+        self.pace = Pace(settings.upload_bytes_per_s)
+        """What other ways to give pieces move is taken from it, too."""
         self._running = 0
         self.sent_bytes = 0
 
@@ -96,7 +97,7 @@ class PieceServer:
             whole = EXTENSION in scope.get("extensions", ())
             while start < end:
                 stop = min(end, start + (SENT_WHOLE if whole else CHUNK))
-                await self._pace.take(stop - start)
+                await self.pace.take(stop - start)
                 part = _file_part if whole else _read_part
                 await self._send(send, await part(file, start, stop - start), stop - start, more=stop < end)
                 start = stop

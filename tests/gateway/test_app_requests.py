@@ -126,6 +126,14 @@ async def test_a_text_that_cannot_fit(stand: Stand) -> None:
     assert "/v1/tokenize" not in stand.asked_of_node and not stand.generations
 
 
+async def test_token_ids_that_cannot_fit(stand: Stand) -> None:
+    """Whatever they are: so many are not looked through."""
+    stand.models[0] = model_like(stand, context_length=1000)
+    answer = await stand.complete(prompt=[5] * 2000 + [-1])
+    assert error_of(answer, 400, "context_length_exceeded")["prompt_tokens"] == 2001
+    assert not stand.generations
+
+
 # ---- paths, methods, keys ----------------------------------------------------------------------------------------
 
 

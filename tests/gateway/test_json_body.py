@@ -148,6 +148,20 @@ def test_too_many_values_are_refused_before_they_are_built(
         decode_body(body, Outer)
 
 
+@pytest.mark.parametrize("escape", [r"\n", r"\"", r"\\", r"\u00e9", r"\"" + "x" * 70, r"\\" + "{" * 64 + '\\"}'])
+@pytest.mark.parametrize("count", [1, 8191, 8192, 8193, 20_000])
+def test_a_string_is_followed_to_its_end_however_many_escapes_it_has(escape: str, count: int) -> None:
+    long = '"' + escape * count + '"'
+    assert duplicate_key(f'{{"a":{long},"b":[{long}],{long}:1}}'.encode()) is None
+    assert duplicate_key(f'{{"b":[{long},{{"a":1}}],"a":{long},"a":1}}'.encode()) == "a"
+
+
+@pytest.mark.parametrize("end", ["", "\\", '\\"', "\\u00", "a" * 100])
+def test_counting_a_body_that_breaks_off_in_a_string(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr("shardline.gateway.json_body.VALUES", 3)
+    assert refusal(b'{"model":"' + b",,," + end.encode()).code == "invalid_json"
+
+
 def _json() -> st.SearchStrategy[Any]:
     keys = st.sampled_from(["a", "b", "{", '"', ":", "\\", "ü", "a b"])
     leaves = st.none() | st.integers(-5, 5) | st.sampled_from(['"', "{}", 'a":', "\\", "", "x:y"])

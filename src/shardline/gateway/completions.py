@@ -35,7 +35,7 @@ from shardline.settings import Settings
 from shardline.wire.messages import ModelInfo
 
 T = TypeVar("T")
-_INLINE_BYTES = 256 << 10
+_INLINE_BYTES = 64 << 10
 """A larger body is decoded beside the event loop: that can take longer than a decode step."""
 RETRY_AFTER_S = 5
 _RETURNING_S = 2
@@ -88,6 +88,9 @@ class Completions:
         """`POST /v1/completions`."""
         request = await self._decoded(text_request, body)
         model = await self.model(request.asked.model)
+        for prompt in request.prompts:
+            if isinstance(prompt, list):  # one that is too long is not looked through
+                room(request.asked.max_tokens, len(prompt), model, self._settings, param="prompt")
         with self._announced(model, key_id) as session:
             vocabulary = await self._texts.vocabulary(model)
             eog = vocabulary.bundle.eog

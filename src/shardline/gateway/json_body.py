@@ -8,6 +8,8 @@ what is made of too many small values is not built at all. Pure. Shown by tests/
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import chain
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -21,10 +23,9 @@ VALUES = 1_000_000
 MEMBERS = 100_000
 """Most members of all objects of one body: these take the most."""
 
-# A string (with the colon that makes it a key), or a brace. Possessive, so that no input makes it go back.
-_PIECE = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"([ \t\r\n]*+:)?|([{}])', re.DOTALL)
-# A value: a string (with the colon that makes it a key), the beginning of a list or object, or anything else.
-_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"([ \t\r\n]*+:)?|[\[{]|[^\]\[{}",:\s]++', re.DOTALL)
+# Escapes, each with a little behind it. Bounded: one match must not hold the interpreter for long (nor go back).
+_ESCAPES = re.compile(rb"(?:\\.[^\"\\]{0,64}+){1,8192}+", re.DOTALL)
+_COLON = re.compile(rb"[ \t\r\n]*+:")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `(.*)`)?$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `(.*)`)?$", re.DOTALL)
 _PATH = re.compile(r" - at `(.*)`$", re.DOTALL)
@@ -55,14 +56,17 @@ def check_count(body: bytes) -> None:
     if body.count(b",") + body.count(b"[") + body.count(b"{") < VALUES and body.count(b":") <= MEMBERS:
         return  # whatever of these stands in strings
     values = members = 0
-    for match in _VALUE.finditer(body):
-        if match.lastindex:
-            members += 1
-        else:
-            values += 1
+    values, members = 1, 0
+    begin = 0
+    for first, last in chain(_strings(body), [(len(body), len(body))]):
+        # A value begins the body, a list or an object, or stands behind a comma.
+        values += body.count(b",", begin, first) + body.count(b"[", begin, first) + body.count(b"{", begin, first)
+        values -= body.count(b"[]", begin, first) + body.count(b"{}", begin, first)
+        members += body.count(b":", begin, first)
         if values > VALUES or members > MEMBERS:
             many = f"{VALUES} values" if values > VALUES else f"{MEMBERS} members of objects"
             raise ShardlineError("body_too_large", f"the body has more than {many}")
+        begin = last
 
 
 def refuse(param: str, message: str) -> NoReturn:
@@ -80,20 +84,53 @@ def duplicate_key(body: bytes) -> str | None:
     if body.count(b":") < 2:
         return None
     enclosing: list[set[bytes]] = []
-    for match in _PIECE.finditer(body):
-        if match.lastindex == 2:
-            key = match[1]
+    begin = 0
+    for first, last in _strings(body):
+        _nest(body, begin, first, enclosing)
+        begin = last
+        if enclosing and _COLON.match(body, last):
+            key = body[first + 1 : last - 1]
             if b"\\" in key:
                 key = msgspec.json.decode(b'"' + key + b'"', type=str).encode()
             if key in enclosing[-1]:
                 return key.decode()[:200]
             enclosing[-1].add(key)
-        elif match.lastindex == 3:
-            if match[3] == b"{":
-                enclosing.append(set())
-            else:
-                enclosing.pop()
     return None
+
+
+def _nest(body: bytes, begin: int, end: int, enclosing: list[set[bytes]]) -> None:
+    """Go into and out of the objects whose braces stand in [begin, end), where no string is."""
+    opening, closing = body.find(b"{", begin, end), body.find(b"}", begin, end)
+    while opening >= 0 or closing >= 0:
+        if opening >= 0 and (closing < 0 or opening < closing):
+            enclosing.append(set())
+            opening = body.find(b"{", opening + 1, end)
+        else:
+            enclosing.pop()
+            closing = body.find(b"}", closing + 1, end)
+
+
+def _strings(body: bytes) -> Iterator[tuple[int, int]]:
+    """Where the strings of `body` stand, quotes included; one that does not end goes to the end. In small steps: a
+    thread that does this lets others run between two of them."""
+    first = body.find(b'"')
+    while first >= 0:
+        last = _end_of_string(body, first + 1)
+        yield first, last
+        first = body.find(b'"', last)
+
+
+def _end_of_string(body: bytes, at: int) -> int:
+    """Behind the quote that ends the string in which `at` is."""
+    while (quote := body.find(b'"', at)) >= 0:
+        escape = body.find(b"\\", at, quote)
+        if escape < 0:
+            return quote + 1
+        run = _ESCAPES.match(body, escape)
+        if run is None:
+            break  # the escape is all that is left
+        at = run.end()
+    return len(body)
 
 
 def _why_no_json(body: bytes, error: Exception) -> str:

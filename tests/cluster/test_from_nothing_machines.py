@@ -91,11 +91,12 @@ async def test_a_served_route_on_two_machines_that_had_nothing(tmp_path: Path) -
             with store.open(content_id, policy) as artifact:
                 shard = wanted_bytes(artifact, *layers_of)
                 assert sum(sources(nodes[host]).values()) == shard
-                assert shard <= 1.02 * range_bytes(artifact, *layers_of)
+                own = range_bytes(artifact, *layers_of)
+                assert shard <= 1.02 * own
                 assert artifact.files[0].data_path.stat().st_blocks * 512 <= shard + (1 << 20)
             store.close()
             # All that the link carried: TLS, TCP and the control plane are in it, the rest of the model is not.
-            assert shard <= moved[host] <= 1.05 * shard + (1 << 20)
+            assert shard <= moved[host] <= 1.03 * own
 
         cluster.model = demo_model().stem
         answer = await cluster.ask(QUESTION, max_tokens=12)

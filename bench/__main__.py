@@ -1,4 +1,4 @@
-"""`make bench`: routes against unsplit llama.cpp, with delay between Nodes, hop overhead, the PyTorch engine.
+"""`make bench`: routes against unsplit llama.cpp, with delay between Nodes, hop overhead, the artifact plane, PyTorch.
 
 All systems stand ready side by side and take turns, so that a busy moment of the machine hits all of them; figures are
 medians over the rounds, ratios are of one round each.
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import delay, hops
+from bench import artifacts, delay, hops
 from bench.alone import Alone
 from bench.figures import median, table
 from bench.random_model import write_random_model
@@ -85,7 +85,7 @@ def report_rates(found: dict[str, list[dict[str, float]]]) -> str:
     return table(("system", "tokens/s", "of alone", "first token ms", "long prompt ms"), rows)
 
 
-SECTIONS = ("split", "large", "delay", "hops", "torch")
+SECTIONS = ("split", "large", "delay", "hops", "torch", "artifacts")
 
 
 def report_split(model: Path, given: argparse.Namespace, *flags: str) -> dict[str, Any]:
@@ -125,6 +125,15 @@ def report_hops(folder: Path, given: argparse.Namespace) -> dict[str, float]:
     return hop
 
 
+def report_artifacts(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    print(f"\nModel Artifacts: {given.rounds} rounds, a file of about 400 MB, two processes on loopback", flush=True)
+    found = artifacts.measure(folder, given.rounds)
+    header_s = artifacts.header_seconds(given.rounds)
+    print(artifacts.report(found, header_s))
+    print(f"Load average {os.getloadavg()[0]:.1f} at the end", flush=True)
+    return {"header_s": header_s, **{name: [asdict(taken) for taken in rounds] for name, rounds in found.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -152,6 +161,8 @@ def main() -> None:
             figures |= report_delay(folder, model, given)
         if "hops" in sections:
             figures["hops"] = report_hops(folder / "hops", given)
+        if "artifacts" in sections:
+            figures["artifacts"] = report_artifacts(folder / "artifacts", given)
         if "torch" in sections:
             print(
                 f"\nPyTorch engine, tokens/s: {model.name}, {given.rounds} rounds of {given.tokens} tokens", flush=True

@@ -87,8 +87,8 @@ class Fetch:
         self._changed = asyncio.Event()
         self._batch = asyncio.Event()
         self._room = asyncio.Lock()
-        self._hands = asyncio.Semaphore(os.cpu_count() or 1)
-        """Runs that are hashed and written at once: with more of them than processors, threads only take turns."""
+        self._hands = asyncio.Semaphore(1 + (os.cpu_count() or 1))
+        """Runs that are hashed and written at once: with many more than processors, threads only take turns."""
         self._claimed: list[Run] = []
         """Their pieces are written and not yet held: other processes still leave them to us."""
         self._failure: ShardlineError | None = None
@@ -443,7 +443,8 @@ class _Room:
     def of(self, size: int) -> memoryview:
         """`size` bytes, for one use at a time."""
         if len(self._memory) < size:
-            self._memory = bytearray(size)
+            # As much as any run may have: what is not used is only promised by the system.
+            self._memory = bytearray(max(size, RUN_BYTES[1]))
         return memoryview(self._memory)[:size]
 
 

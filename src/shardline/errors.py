@@ -54,6 +54,12 @@ CATALOGUE: dict[str, Fault] = {
     "unsupported_media_type": Fault(415, INVALID, False, "Send the body as application/json without Content-Encoding."),
     "headers_too_large": Fault(431, INVALID, False, "Send fewer and shorter header fields."),
     "slow_body": Fault(408, INVALID, True, "Send the body faster: the limit stands in the message."),
+    "rate_limit_exceeded": Fault(
+        429, RATE_LIMIT, True, "Wait as Retry-After says: the key may make so many requests a minute."
+    ),
+    "concurrency_limit_exceeded": Fault(
+        429, RATE_LIMIT, True, "Wait until a request of this key has ended: it may have so many at a time."
+    ),
     "queue_full": Fault(429, RATE_LIMIT, True, "Wait as Retry-After says, then send the request again."),
     # What the cluster cannot do now.
     "model_unavailable": Fault(503, SERVER, True, "Start Nodes for the layers that the message names."),

@@ -387,3 +387,26 @@ def test_api_keys_are_asked_for_and_not_shown(terminal: Terminal) -> None:
     logs = "".join(path.read_text() for path in (terminal.state / "logs").rglob("*.log"))
     assert "sk-0123456789abcdef" not in logs and (terminal.state / "credential").read_text().strip() not in logs
     assert terminal.end() == 0
+
+
+def test_keys_that_are_made_hold_at_once_and_the_commands_of_this_machine_have_their_own(terminal: Terminal) -> None:
+    terminal.up()
+    key = terminal.run("keys", "add", "alice").stdout.strip()
+    asking = [sys.executable, "-m", "shardline", "chat", "-m", "hi", "--gateway", terminal.gateway.url]
+    elsewhere = {**terminal.environ, "XDG_STATE_HOME": str(terminal.folder / "elsewhere")}
+
+    def asked(**more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(asking, env={**elsewhere, **more}, capture_output=True, text=True, timeout=30)
+
+    terminal.wait_for(lambda: asked().returncode == 1, 10)
+    assert asked(SHARDLINE_API_KEY=key).stdout == " alpha beta gamma\n"
+    assert terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n"
+    assert terminal.end() == 0
+    used = {
+        entry["name"]: entry["usage"] for entry in json.loads(terminal.run("keys", "list", "--json").stdout)["keys"]
+    }
+    assert used["alice"]["requests"] == used["operator"]["requests"] == 1
+    assert used["alice"]["completion_tokens"] >= 3
+    terminal.up()
+    assert terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n"
+    assert terminal.end() == 0

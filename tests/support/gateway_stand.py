@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from shardline.errors import ShardlineError
 from shardline.gateway.app import GatewayApp
+from shardline.gateway.clients import Clients
 from shardline.gateway.completions import Completions
 from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
 from shardline.gateway.keys import ApiKeys
@@ -407,9 +408,11 @@ async def standing(
     templates: Templates | None = None,
     text: TextBundle | None = None,
     keys: Sequence[str] = (),
+    state: Path | None = None,
     **facts: Any,
 ) -> AsyncIterator[Stand]:
-    """A running Gateway; `facts` are those of its one model, `templates` may be shared between stands."""
+    """A running Gateway; `facts` are those of its one model, `templates` may be shared between stands, `state`
+    has the files of its keys."""
     stand = stand or Stand()
     plain = text or bundle()
     raw = msgspec.msgpack.encode(msgspec.structs.replace(plain, pieces=[*plain.pieces, *stand.pieces]))
@@ -425,11 +428,13 @@ async def standing(
         texts = await stack.enter_async_context(TextStore(cache_dir, client, settings))
         if templates is None:
             templates = await stack.enter_async_context(Templates(settings))
+        clients = Clients(ApiKeys.from_lines(keys), state)
+        await stack.enter_async_context(_kept_up_to_date(clients))
         app = GatewayApp(
             completions=Completions(_Seam(stand), texts, templates, settings),
             generations=_Seam(stand),
             records=_Records(stand),
-            keys=ApiKeys.from_lines(keys),
+            clients=clients,
             settings=settings,
             metrics=lambda: b"# no metrics\n",
         )
@@ -437,6 +442,16 @@ async def standing(
         stack.push_async_callback(server.stop, 0.5)
         stand.url = server.url
         yield stand
+
+
+@asynccontextmanager
+async def _kept_up_to_date(clients: Clients) -> AsyncIterator[None]:
+    running = asyncio.create_task(clients.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
 
 
 def events_of(body: bytes) -> tuple[list[Json], list[str], bool]:

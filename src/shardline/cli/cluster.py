@@ -82,7 +82,7 @@ class Cluster:
     def start(self, configuration: Configuration, flags: GlobalFlags) -> None:
         """Start everything, and return when all of it serves."""
         supervisor, plan = self._supervisor, self._plan
-        self.api_key = next(iter(configuration.api_keys()), "")
+        self.api_key = next(iter(configuration.api_keys()), "") or configuration.own_key()
         self._flags = flags
         tracker = self._tracker = supervisor.start(tracker_part(plan, flags))
         supervisor.until_ready([tracker], within_s=START_S)

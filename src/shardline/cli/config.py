@@ -25,6 +25,8 @@ PREFIX = "SHARDLINE_"
 CONFIG_VARIABLE = "SHARDLINE_CONFIG"
 CREDENTIAL_FILE = "credential"
 """Name in the state folder."""
+KEYS_FILE, OPERATOR_FILE = "api-keys.json", "operator-key"
+"""Names in the state folder: of gateway/key_file.py, which takes longer to import than most commands run."""
 _MAY_BE_ZERO = frozenset(
     {
         "worker_restarts",
@@ -100,6 +102,19 @@ class Configuration:
     def credential_path(self) -> Path:
         given = self.places.credential_file
         return Path(given).expanduser() if given else self.state_dir / CREDENTIAL_FILE
+
+    @property
+    def has_kept_keys(self) -> bool:
+        """A Gateway with this state folder asks for keys that `shardline keys` has made."""
+        return (self.state_dir / KEYS_FILE).exists()
+
+    def own_key(self) -> str:
+        """The key of this machine's own commands, for a Gateway of this state folder; empty where there is none."""
+        path = self.state_dir / OPERATOR_FILE
+        try:
+            return path.read_text(encoding="ascii").strip() if self.has_kept_keys else ""
+        except (OSError, UnicodeDecodeError):
+            return ""  # the Gateway says what it lacks
 
     def api_keys(self) -> tuple[str, ...]:
         """The keys of `api_keys_file`, without blank lines and `#` comments."""

@@ -182,4 +182,7 @@ def gateway_of(configuration: Configuration) -> Endpoint:
             "The cluster that this machine has joined has its Gateway elsewhere: ask there, or name it: --gateway URL"
         )
         return Endpoint("Gateway", url, configuration.places.api_key, absent=absent)
-    return Endpoint("Gateway", url, configuration.places.api_key)
+    key = configuration.places.api_key
+    if not key and any(url == cluster.gateway for cluster in configuration.clusters):
+        key = configuration.own_key()  # ours, as its entry in the state folder says: nobody else is told the key
+    return Endpoint("Gateway", url, key)

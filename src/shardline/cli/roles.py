@@ -348,9 +348,13 @@ def gateway_keys(host: str, allowed: bool, configuration: Configuration) -> tupl
     from shardline.transport.addresses import is_loopback
 
     keys = configuration.api_keys()
-    if allowed and not keys and not is_loopback(host):
+    if allowed and not keys and not is_loopback(host) and not configuration.has_kept_keys:
         why = f"{host} can be reached from other machines, and this Gateway would ask nobody for a key"
-        raise ShardlineError("insecure_listener", why, advice="Give --api-keys FILE, or bind to loopback (no --host).")
+        raise ShardlineError(
+            "insecure_listener",
+            why,
+            advice="Give --api-keys FILE, or make a key (shardline keys add NAME), or bind to loopback (no --host).",
+        )
     return keys
 
 

@@ -17,13 +17,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline.errors import ShardlineError
 from shardline.gateway import sse
+from shardline.gateway.clients import Clients
 from shardline.gateway.completions import Completions, Prepared
 from shardline.gateway.generate_api import Generations, SessionRecords
-from shardline.gateway.keys import ApiKeys
+from shardline.gateway.keys import ApiKey
+from shardline.gateway.keys import Scope as KeyScope
 from shardline.gateway.live import Live
 from shardline.gateway.openai_answers import layers_text, model_entry
 from shardline.gateway.page import Page
-from shardline.gateway.replies import Reply
+from shardline.gateway.replies import Reply, usage_of
 from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback, parse_address
 from shardline.transport.bodies import ClientLeft, body_of, header, send_body, send_json
@@ -51,8 +53,8 @@ class Endpoint:
 
 
 class GatewayApp:
-    """The application. `metrics` gives the Prometheus text of the process. `live`: what its page shows; without it there
-    is no page."""
+    """The application. `metrics` gives the Prometheus text of the process. `live`: what its page shows; without it
+    there is no page."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class GatewayApp:
         completions: Completions,
         generations: Generations,
         records: SessionRecords,
-        keys: ApiKeys,
+        clients: Clients,
         settings: Settings,
         metrics: Callable[[], bytes],
         live: Live | None = None,
@@ -68,7 +70,7 @@ class GatewayApp:
         self._completions = completions
         self._generations = generations
         self._records = records
-        self._keys = keys
+        self._clients = clients
         self._settings = settings
         self._metrics = metrics
         self._live = live
@@ -111,16 +113,27 @@ class GatewayApp:
         await self._complete(scope, receive, send, self._completions.text)
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send, prepare: Prepare) -> None:
-        key_id = self._principal(scope)
+        key = self._client(scope, "generate")
         _check_json(scope)
-        async with body_of(receive, scope, self._settings.api_body_bytes, copies=_COPIES) as body:
+        with self._clients.admitted(key):
+            async with body_of(receive, scope, self._settings.api_body_bytes, copies=_COPIES) as body:
 
-            async def answer() -> None:
-                prepared = await prepare(body.data, key_id)
-                body.free()
-                await Reply(prepared, prepared.start(self._generations), self._settings).send(send)
+                async def answer() -> None:
+                    prepared = await prepare(body.data, key.name)
+                    body.free()
+                    await self._reply(key, prepared, send)
 
-            await while_connected(receive, answer())
+                await while_connected(receive, answer())
+
+    async def _reply(self, key: ApiKey, prepared: Prepared, send: Send) -> None:
+        """The answer, and in the books of its key what it has cost, however it ends."""
+        choices = prepared.start(self._generations)
+        try:
+            await Reply(prepared, choices, self._settings).send(send)
+        finally:
+            cost = usage_of(prepared, choices)
+            if cost.completion_tokens:  # else no Node has done anything worth a line
+                self._clients.used(key, prompt_tokens=cost.prompt_tokens, completion_tokens=cost.completion_tokens)
 
     async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._principal(scope)
@@ -147,7 +160,7 @@ class GatewayApp:
         await send_json(send, self._records.get(scope["path_params"]["id"], self._principal(scope)))
 
     async def _cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session, key_id = scope["path_params"]["id"], self._principal(scope)
+        session, key_id = scope["path_params"]["id"], self._principal(scope, "generate")
         await self._records.cancel(session, key_id)
         await send_json(send, self._records.get(session, key_id))
 
@@ -168,7 +181,7 @@ class GatewayApp:
         await while_connected(receive, follow())
 
     async def _follow(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key_id = self._principal(scope)
+        key_id = self._principal(scope, "look")
         if self._live is not None:
             response = sse.EventResponse(send, stall_s=self._settings.client_stall_s)
             await while_connected(receive, self._live.follow(key_id, response))
@@ -199,10 +212,13 @@ class GatewayApp:
     async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_body(send, 200, self._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
 
-    def _principal(self, scope: Scope) -> str:
-        if not len(self._keys):
+    def _principal(self, scope: Scope, needs: KeyScope | None = None) -> str:
+        return self._client(scope, needs).name
+
+    def _client(self, scope: Scope, needs: KeyScope | None) -> ApiKey:
+        if not self._clients.ask_for_keys:
             _check_host(scope)
-        return self._keys.principal(header(scope, b"authorization"))
+        return self._clients.client(header(scope, b"authorization"), needs)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

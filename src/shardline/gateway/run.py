@@ -18,6 +18,7 @@ import structlog
 import shardline
 from shardline.errors import ShardlineError
 from shardline.gateway.app import GatewayApp
+from shardline.gateway.clients import Clients
 from shardline.gateway.cluster_view import ClusterView
 from shardline.gateway.completions import Completions
 from shardline.gateway.generate import RouteGenerations
@@ -51,18 +52,18 @@ async def run(options: GatewayOptions) -> None:
     if options.join is None:
         check_tracker(options.tracker_url, insecure_plain_http=options.insecure_plain_http)
     own = None if options.join is not None else _cluster_keys(options)
-    keys = ApiKeys.from_lines(options.api_keys)
-    if not is_loopback(options.host) and not len(keys):
-        raise ShardlineError("insecure_listener", "a Gateway beyond loopback needs API keys: give --api-keys FILE")
+    clients = Clients(ApiKeys.from_lines(options.api_keys), options.state_dir)
+    if not is_loopback(options.host) and not clients.ask_for_keys:
+        raise ShardlineError("insecure_listener", "a Gateway beyond loopback needs API keys: shardline keys add NAME")
     sock = bind(options.host, options.port)
     try:
         if options.join is None:
-            await _run(options, sock, keys, public, own)
+            await _run(options, sock, clients, public, own)
             return
         line = join_line(options.join)
         async with joined(line, state_dir=options.state_dir, settings=settings, part="gateway") as member:
             known = replace(options, tracker_url=line.tracker, credential=member.membership.credential)
-            await _run(known, sock, keys, public, member.membership)
+            await _run(known, sock, clients, public, member.membership)
     except* ShardlineError as group:
         raise _first(group) from None
     finally:
@@ -77,7 +78,7 @@ def _first(group: BaseExceptionGroup[ShardlineError]) -> ShardlineError:
 async def _run(
     options: GatewayOptions,
     sock: socket.socket,
-    keys: ApiKeys,
+    clients: Clients,
     public: ssl.SSLContext | None,
     member: OwnMembership | Membership | None,
 ) -> None:
@@ -102,19 +103,12 @@ async def _run(
                 settings=settings,
                 metrics=metrics,
             )
-            live = Live(
-                records=records,
-                cluster=ClusterView(tracker, generations.models),
-                settings=settings,
-                version=shardline.__version__,
-                gateway=generations.gateway_id,
-                joining=_joining(options, keys),
-            )
+            live = _live(options, records, tracker, generations, joining=_joining(options, clients))
             app = GatewayApp(
                 completions=Completions(generations, texts, templates, settings),
                 generations=generations,
                 records=records,
-                keys=keys,
+                clients=clients,
                 settings=settings,
                 metrics=lambda: metrics.text(generations.running),
                 live=live,
@@ -123,6 +117,7 @@ async def _run(
                 app.asgi(), sock=sock, settings=settings, drain=_drain(generations, live), lifespan="off", tls=public
             )
             running = tasks.create_task(generations.run())
+            keeping = tasks.create_task(clients.run())
             renewing = [] if member is None else [tasks.create_task(member.renew())]
             await server.start()
             options.announce("listening", url=server.url, tracker=options.tracker_url)
@@ -133,10 +128,28 @@ async def _run(
             finally:
                 options.announce("draining", sessions=generations.running)
                 await server.stop(settings.drain_s + 2.0)
-                for task in (running, *renewing):
+                for task in (running, keeping, *renewing):
                     task.cancel()
     finally:
         await client.aclose()
+
+
+def _live(
+    options: GatewayOptions,
+    records: Records,
+    tracker: TrackerClient,
+    generations: RouteGenerations,
+    *,
+    joining: Joining,
+) -> Live:
+    return Live(
+        records=records,
+        cluster=ClusterView(tracker, generations.models),
+        settings=options.settings,
+        version=shardline.__version__,
+        gateway=generations.gateway_id,
+        joining=joining,
+    )
 
 
 def _drain(generations: RouteGenerations, live: Live) -> Drain:
@@ -147,7 +160,7 @@ def _drain(generations: RouteGenerations, live: Live) -> Drain:
     return drain
 
 
-def _joining(options: GatewayOptions, keys: ApiKeys) -> Joining:
+def _joining(options: GatewayOptions, clients: Clients) -> Joining:
     """What the page may say of how to join: a folder of this machine only to whoever is on it."""
     parts = split_url(options.tracker_url)
     with_keys = parts.scheme == "https"
@@ -155,7 +168,7 @@ def _joining(options: GatewayOptions, keys: ApiKeys) -> Joining:
         tracker=make_url(parts.scheme, parts.host, parts.port),
         keys=with_keys,
         is_local=is_loopback(parts.host),
-        flags=[] if with_keys or len(keys) else list(options.finding_flags),
+        flags=[] if with_keys or clients.ask_for_keys else list(options.finding_flags),
     )
 
 

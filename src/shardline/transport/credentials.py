@@ -6,11 +6,13 @@ does) and never writes a secret anywhere else. Shown by tests/transport/test_cre
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -75,6 +77,24 @@ def keep_secret(path: Path, content: bytes) -> None:
         _keep_name(path)
     except OSError as error:
         raise _refused(path, f"it cannot be written ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One writer of `path` at a time, of all processes of this machine, for the milliseconds of reading and writing it.
+
+    Raises `setting_invalid` where its folder takes no file.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _refused(path, f"it cannot be written ({error.strerror})") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def identity_key(path: Path | None) -> Ed25519PrivateKey:

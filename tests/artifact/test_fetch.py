@@ -15,27 +15,9 @@ from shardline.artifact.store import Store, StoredArtifact
 from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
 from tests.support.small_disk import mounted
-from tests.support.stores import ANYBODY, DeadSource, FileSource, content_of, described, filled, layered_model, size_of
+from tests.support.stores import ANYBODY, DeadSource, FileSource, content_of, filled, size_of
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return layered_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def bundle(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return described(model, tmp_path_factory.mktemp("bundle") / "a")
-
-
-@pytest.fixture
-def artifact(tmp_path: Path, bundle: Bundle) -> Iterator[StoredArtifact]:
-    store = Store(tmp_path / "store", reserve_bytes=0)
-    with store.add(bundle) as made:
-        yield made
-    store.close()
 
 
 def everything(artifact: StoredArtifact) -> Mapping[int, range]:

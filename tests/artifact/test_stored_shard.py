@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,7 @@ from shardline.artifact.stored_shard import check_headers, stored_model, stored_
 from shardline.errors import ShardlineError
 from shardline.formats.gguf_files import read_model
 from tests.support.artifacts import split_gguf
-from tests.support.stores import described, filled, layered_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return layered_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def artifact(tmp_path: Path, model: Path) -> Iterator[StoredArtifact]:
-    store = Store(tmp_path / "store", reserve_bytes=0)
-    with store.add(described(model, tmp_path / "bundle")) as made:
-        yield made
-    store.close()
+from tests.support.stores import described, filled
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (3, 5), (6, 8)])

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.layered import artifact, bundle, model
+
+__all__ = ["artifact", "bundle", "model"]
+
 
 @pytest.fixture(scope="session", params=["asyncio", "uvloop"])
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:

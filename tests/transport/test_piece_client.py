@@ -19,33 +19,18 @@ from shardline.artifact.store import Store, StoredArtifact
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.transport import piece_client
+from shardline.transport.http_client import HttpClient
 from shardline.transport.pace import Pace
 from shardline.transport.piece_client import NodePieces, PieceFile, WebSeed
 from shardline.transport.piece_server import PieceServer, piece_app
-from tests.support.stores import FileSource, content_of, described, filled, layered_model, size_of
+from tests.support.certificates import authority, party
+from tests.support.stores import FileSource, content_of, filled, size_of
 from tests.transport.loopback import Peer, Wire, client_of, scripted, serving
 
 KEY = "cluster-credential"
+NODE_A, NODE_B = "n-aaaaaaaaaaaaaaaa", "n-bbbbbbbbbbbbbbbb"
 LENGTH = 1 << 18
 ASKED = re.compile(rb"range: bytes=([0-9]+)-([0-9]+)", re.I)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return layered_model(tmp_path_factory.mktemp("model"), layers=4)
-
-
-@pytest.fixture(scope="module")
-def bundle(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return described(model, tmp_path_factory.mktemp("bundle") / "a")
-
-
-@pytest.fixture
-def artifact(tmp_path: Path, bundle: Bundle) -> Iterator[StoredArtifact]:
-    store = Store(tmp_path / "store", reserve_bytes=0)
-    with store.add(bundle) as made:
-        yield made
-    store.close()
 
 
 def files_of(bundle: Bundle) -> list[PieceFile]:
@@ -113,6 +98,33 @@ async def test_from_two_nodes_that_have_a_part_each(
     assert content_of(artifact.files[0].data_path) == content_of(model)
     assert sum(server.sent_bytes for server in servers) == told.fetched_bytes == size_of(model)
     assert all(server.sent_bytes > 0 for server in servers)
+
+
+async def test_between_nodes_of_a_cluster_with_keys(
+    tmp_path: Path, artifact: StoredArtifact, bundle: Bundle, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both show their certificates; at the same address another Node is not asked for a byte."""
+    own, shelf = authority(tmp_path), Shelf()
+    held = Store(tmp_path / "held", reserve_bytes=0).add(bundle)
+    filled(held, model)
+    shelf.put(held)
+    server_app = PieceServer(shelf, Settings())
+    client = HttpClient(Settings(), credential=KEY, tls=party(own, NODE_A))
+    async with serving(piece_app(server_app, KEY), tls=party(own, NODE_B).server()) as server:
+        for name in ("n-cccccccccccccccc", NODE_B):
+            fetch = fetch_of(artifact)
+            url = f"https://{name}@127.0.0.1:{server.port}"
+            fetch.add(NodePieces(client, url, artifact.content_id, files_of(bundle), Pace(0)))
+            if name != NODE_B:
+                monkeypatch.setattr("shardline.artifact.sources._BACKOFF_S", (0.01, 0.01))
+                with pytest.raises(ShardlineError, match="another party of the cluster answers there"):
+                    await run(fetch)
+                assert server_app.sent_bytes == 0
+                continue
+            told = await run(fetch)
+    await client.aclose()
+    assert content_of(artifact.files[0].data_path) == content_of(model)
+    assert told.fetched_bytes == server_app.sent_bytes == size_of(model)
 
 
 async def test_a_node_that_fetches_gives_what_it_has(

@@ -73,15 +73,18 @@ def test_json_has_all_of_it(tmp_path: Path) -> None:
     answer = json.loads(run(file_of(tmp_path, "smollm3", 8), "--nodes", "2", "--json"))
     assert answer == {
         "architecture": "smollm3",
+        "engine": "llama",
         "layers": 8,
         "proof": "exact",
         "reason": None,
+        "page": None,
         "warnings": [],
         "positions": [4],
         "illegal": [
             {"from": 1, "to": 4, "reason": "layers come in groups of 4 that are told by their number"},
             {"from": 5, "to": 8, "reason": "layers come in groups of 4 that are told by their number"},
         ],
+        "seams": [{"tensors": [["hidden", "F32", [32]]], "row_bytes": 132, "positions": [4]}],
         "parts": [
             {"first": 0, "last": 4, "weight_bytes": 12416, "kv_bytes_per_1000_tokens": 256000},
             {"first": 4, "last": 8, "weight_bytes": 12544, "kv_bytes_per_1000_tokens": 256000},
@@ -96,8 +99,20 @@ def test_too_many_nodes(tmp_path: Path) -> None:
     assert caught.value.advice == "Give at most 2 Nodes."
 
 
-def test_what_is_no_gguf_model(tmp_path: Path) -> None:
-    with pytest.raises(ShardlineError, match="is a folder") as caught:
+def test_a_model_with_its_own_page_says_what_crosses() -> None:
+    models = Path(__file__).parents[2] / "docs" / "audits" / "models"
+    lines = run(str(models / "glm-5.2.json")).splitlines()
+    assert lines[2] == "Cuts at: 1–77"
+    assert lines[3].startswith("Crosses: hidden BF16 [6144], selection I32 [2048], and the token id: 20,484 bytes")
+    assert lines[4].startswith("Crosses: hidden BF16 [6144], and the token id: 12,292 bytes a token (at 1–2, 6, 10,")
+    assert lines[-1] == "What is known of this model: docs/audits/glm-5.2.md"
+    lines = run(str(models / "glm-5.2.json"), "--engine", "llama").splitlines()
+    assert lines[2].startswith("Cuts at: 1–2, 6, 10, 14")
+    assert lines[3].endswith("(the layer behind it uses the indexer of a layer before it)")
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ShardlineError, match="there is no model in the folder") as caught:
         run(str(tmp_path))
     assert caught.value.code == "model_file_invalid"
     page = tmp_path / "page.gguf"

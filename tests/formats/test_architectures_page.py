@@ -15,12 +15,15 @@ def line(row: Architecture) -> str:
 
     torch = row.torch if row.reason is None else f"refused: {row.reason}"
     rollback = row.rollback.replace("_", " ")
-    return f"| {row.name} | {names(row.gguf)} | {names(row.model_types)} | {torch} | {llama(row)} | {rollback} |"
+    name = row.name if row.page is None else f"[{row.name}]({row.page})"
+    return f"| {name} | {names(row.gguf)} | {names(row.model_types)} | {torch} | {llama(row)} | {rollback} |"
 
 
 def llama(row: Architecture) -> str:
     """The column of llama.cpp: how far it is proven, then what a cut must keep to."""
     rules = row.llama
+    if row.blocked is not None:
+        return "refused"
     if rules is None:
         return "whole only" if row.gguf else "–"
     if rules.proof == "refused":

@@ -82,6 +82,27 @@ def test_compressed_kv() -> None:
     assert gguf.kv_elements(1) == config.kv_elements(1) == 576
 
 
+INDEXER = {"attention.indexer.key_length": 16, "leading_dense_block_count": 1, "attention.head_count_kv": 2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "beside"),
+    [
+        # As llama.cpp allocates them: keys and values behind the dense layers; keys alone; none where one is shared.
+        ("minimax-m3", {}, [0, 32]),
+        ("deepseek32", {}, [16, 16]),
+        ("glm-dsa", {"attention.indexer.types": [1, 0]}, [16, 0]),
+        ("glm-dsa", {"attention.indexer.key_length": 0}, [0, 0]),
+    ],
+)
+def test_what_indexers_keep_counts(architecture: str, keys: dict[str, Any], beside: list[int]) -> None:
+    own = {key.removeprefix("llama."): value for key, value in LLAMA.items() if key.startswith("llama.")}
+    stated = {f"{architecture}.{key}": value for key, value in {**own, **INDEXER, **keys}.items()}
+    shape = shape_of_gguf(header({"general.architecture": architecture, **stated}))
+    assert [shape.cache_elements(layer) for layer in range(2)] == [32 + beside[0], 32 + beside[1]]
+    assert [shape.kv_elements(layer) for layer in range(2)] == [32, 32]
+
+
 def test_prediction_layers_are_no_layers_of_a_route() -> None:
     shape = shape_of_gguf(header({"llama.block_count": 3, "llama.nextn_predict_layers": 1}))
     assert (shape.n_layers, shape.kv_heads) == (2, (2, 2))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardline.cli.cuts import read_gguf
+from shardline.cli.model_outline import read_gguf
 from shardline.cli.values import LayerRanges, check_cover
 from shardline.errors import ShardlineError
 

@@ -1,6 +1,6 @@
-"""`shardline cuts MODEL`: where llama.cpp can cut a GGUF model, why not elsewhere, and the most even cut for N Nodes.
+"""`shardline cuts MODEL`: where an engine can cut a model, why not elsewhere, and the most even cut for N Nodes.
 
-Owns what is shown; formats/cuts.py decides. Only the header is read. Shown by tests/cli/test_cuts.py.
+Owns what is shown; formats/cuts.py decides. Only headers are read. Shown by tests/cli/test_cuts.py.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli.listings import as_json_option, columns, size
-from shardline.errors import ShardlineError
+from shardline.cli.model_outline import Wish, read_outline
 
 if TYPE_CHECKING:
-    from shardline.formats.cuts import Cuts
-    from shardline.formats.gguf_files import GGUFModel
+    from shardline.formats.outline import Outline
 
 _KV_TOKENS = 1000
-_KV_ELEMENT_BYTES = 2
-"""llama.cpp keeps keys and values as 16-bit floats."""
 
 _PROOFS = {
     "exact": "compared with the uncut model: equal to the bit",
@@ -30,77 +27,69 @@ _PROOFS = {
 
 
 @click.command()
-@click.argument("model", type=click.Path(exists=True, path_type=Path), metavar="MODEL.gguf")
+@click.argument("model", type=click.Path(exists=True, path_type=Path), metavar="MODEL")
 @click.option("--nodes", type=click.IntRange(1, 64), help="Propose the most even cut for so many Nodes.")
+@click.option("--engine", type=click.Choice(["llama", "torch"]), help="[default: llama for GGUF, else torch]")
 @as_json_option
-def cuts(model: Path, nodes: int | None, as_json: bool) -> None:
-    """Say where MODEL can be cut for llama.cpp, and why not elsewhere.
+def cuts(model: Path, nodes: int | None, engine: str | None, as_json: bool) -> None:
+    """Say where MODEL can be cut, and why not elsewhere.
 
-    A position is the number of the first layer behind the cut. With --nodes: a cut for so many Nodes, as even by bytes
-    as the legal positions allow. KV is that of 1,000 tokens; layers with a sliding window take less.
+    MODEL is described by the same as for `shardline plan`: a GGUF file or its beginning, a Model Artifact, a folder, a
+    config.json. A position is the number of the first layer behind the cut. With --nodes: a cut for so many Nodes, as
+    even by bytes as the legal positions allow. KV is that of one session of 1,000 tokens.
     """
-    answer = cuts_answer(read_gguf(model), nodes)
+    answer = cuts_answer(read_outline(model, Wish(engine)), nodes)
     if as_json:
         import json
 
         click.echo(json.dumps(answer, indent=2, ensure_ascii=False))
     else:
-        click.echo(cuts_text(model.name, answer))
+        click.echo(cuts_text(model.name or str(model), answer))
 
 
-def read_gguf(path: Path) -> GGUFModel:
-    """The headers of a GGUF model; `model_file_invalid` names the file."""
-    from shardline.formats.gguf_files import read_model
-
-    if path.is_dir():
-        raise ShardlineError(
-            "model_file_invalid",
-            f"{path} is a folder: llama.cpp takes a GGUF file",
-            advice="Give a .gguf file; of a split one, any part.",
-        )
-    try:
-        return read_model(path)
-    except ShardlineError as error:
-        if path.name in error.message:
-            raise
-        raise ShardlineError(
-            error.code, f"{path.name}: {error.message}", advice=error.advice, **error.details
-        ) from None
-
-
-def cuts_answer(model: GGUFModel, nodes: int | None) -> dict[str, Any]:
+def cuts_answer(outline: Outline, nodes: int | None) -> dict[str, Any]:
     """All that is shown, as JSON values. Errors: those of `even_cut`, where `nodes` is more than one."""
-    from shardline.formats.cuts import cuts_of
-
-    cuts = cuts_of(model.header)
+    cuts = outline.cuts
     return {
         "architecture": cuts.shape.architecture,
+        "engine": outline.engine,
         "layers": cuts.n_layers,
         "proof": cuts.rules.proof if cuts.rules is not None else "refused",
         "reason": cuts.refusal.message if cuts.refusal is not None else None,
+        "page": f"docs/{outline.row.page}" if outline.row.page is not None else None,
         "warnings": cuts.warnings(),
         "positions": list(cuts.positions()),
         "illegal": [{"from": first, "to": last, "reason": reason} for (first, last), reason in cuts.illegal()],
-        "parts": _parts(model, cuts, nodes) if nodes is not None else None,
+        "seams": _seams(outline),
+        "parts": _parts(outline, nodes) if nodes is not None else None,
     }
 
 
-def _parts(model: GGUFModel, cuts: Cuts, nodes: int) -> list[dict[str, int | None]]:
-    from shardline.formats.cuts import even_cut
-    from shardline.formats.memory import kv_bytes_per_token, weight_bytes
+def _seams(outline: Outline) -> list[dict[str, Any]]:
+    """What crosses at which positions; equal ones together, the most common first."""
+    if outline.seam is None:
+        return []
+    found: dict[str, dict[str, Any]] = {}
+    for position in outline.cuts.positions():
+        layout = outline.seam.layout(position, outline.n_layers, outline.seam_dtype)
+        row_bytes = outline.seam.row_bytes(position, outline.n_layers, outline.seam_dtype)
+        new = {"tensors": layout.to_json(), "row_bytes": row_bytes, "positions": []}
+        found.setdefault(layout.digest, new)["positions"].append(position)
+    return sorted(found.values(), key=lambda seam: -len(seam["positions"]))
 
-    weights = weight_bytes(model.tensors, cuts.n_layers)
+
+def _parts(outline: Outline, nodes: int) -> list[dict[str, int | None]]:
+    from shardline.formats.cuts import even_cut
+    from shardline.formats.session_state import state_bytes
+
     parts: list[dict[str, int | None]] = []
-    for first, last in even_cut(cuts, weights, nodes):
-        kv = kv_bytes_per_token(cuts.shape, first, last, element_bytes=_KV_ELEMENT_BYTES)
-        parts.append(
-            {
-                "first": first,
-                "last": last,
-                "weight_bytes": weights.of_shard(first, last),
-                "kv_bytes_per_1000_tokens": None if kv is None else kv * _KV_TOKENS,
-            }
-        )
+    for first, last in even_cut(outline.cuts, outline.weights, nodes):
+        kv = None
+        if outline.states is not None:
+            width = outline.kv_element_bytes
+            kv = state_bytes(outline.states, first, last, tokens=_KV_TOKENS, element_bytes=width)
+        weights = outline.weights.of_shard(first, last)
+        parts.append({"first": first, "last": last, "weight_bytes": weights, "kv_bytes_per_1000_tokens": kv})
     return parts
 
 
@@ -114,7 +103,11 @@ def cuts_text(name: str, answer: dict[str, Any]) -> str:
         lines.append(f"Cuts at: {ranges(answer['positions']) or 'none'}")
         for reason, positions in _by_reason(answer["illegal"]).items():
             lines.append(f"Not at:  {ranges(positions)} ({reason})")
+    if len(answer["seams"]) > 1 or any(len(seam["tensors"][0][2]) > 1 for seam in answer["seams"]):
+        lines += [_crossing(seam) for seam in answer["seams"]]
     lines += [f"Warning: {warning}" for warning in answer["warnings"]]
+    if answer["page"] is not None:
+        lines.append(f"What is known of this model: {answer['page']}")
     if answer["parts"] is not None:
         rows = [
             (
@@ -126,6 +119,12 @@ def cuts_text(name: str, answer: dict[str, Any]) -> str:
         ]
         lines += ["", columns(("LAYERS", "WEIGHTS", "KV OF 1,000 TOKENS"), rows)]
     return "\n".join(lines)
+
+
+def _crossing(seam: dict[str, Any]) -> str:
+    """Said where it is not one row of the model's width."""
+    tensors = ", ".join(f"{name} {dtype} {shape}" for name, dtype, shape in seam["tensors"])
+    return f"Crosses: {tensors}, and the token id: {seam['row_bytes']:,} bytes a token (at {ranges(seam['positions'])})"
 
 
 def _by_reason(runs: list[dict[str, Any]]) -> dict[str, list[int]]:

@@ -18,11 +18,14 @@ from shardline.cli.bench import bench
 from shardline.cli.chat import chat
 from shardline.cli.cluster import demo, serve, up
 from shardline.cli.cuts import cuts
+from shardline.cli.doctor import doctor
 from shardline.cli.expel import expel
 from shardline.cli.flags import naming_flags
 from shardline.cli.invite import invite
 from shardline.cli.invocation import Invocation
+from shardline.cli.keys import keys
 from shardline.cli.listings import config, nodes, routes, sessions
+from shardline.cli.plan import plan
 from shardline.cli.roles import gateway, node, tracker
 from shardline.cli.split import split
 from shardline.errors import ShardlineError
@@ -96,6 +99,9 @@ for _command in (
     node,
     invite,
     expel,
+    keys,
+    doctor,
+    plan,
     cuts,
     split,
     artifact,

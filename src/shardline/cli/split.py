@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from shardline.cli.cuts import read_gguf
 from shardline.cli.invocation import Invocation, pass_invocation
 from shardline.cli.listings import size
+from shardline.cli.model_outline import read_gguf
 from shardline.cli.progress import progress
 from shardline.cli.values import LayerRange
 from shardline.errors import ShardlineError

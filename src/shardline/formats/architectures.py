@@ -65,7 +65,9 @@ class LlamaRules:
     indexers: bool = False
     """Layers without an indexer of their own use that of an earlier one: a part begins with a layer that has one."""
     sparse_layer: bool = False
-    """Each part must have a layer behind the leading dense ones."""
+    """Each part must have a layer behind the leading dense ones. Only these have an indexer, in a model with any."""
+    indexer_values: bool = False
+    """The cache of an indexer holds values beside its keys."""
     min_layers: int = 1
     one_sequence: bool = False
     """Rows of several sequences in one call are computed wrongly or end the process, whole or cut: each has its own."""
@@ -282,7 +284,6 @@ ROWS: tuple[Architecture, ...] = (
         reason=_NO_ENGINE,
         rollback="never",
         layout="streams",
-        llama=LlamaRules("refused", _NO_ENGINE),
         blocked=_NO_ENGINE,
         page="audits/deepseek-v4-flash.md",
     ),
@@ -308,13 +309,11 @@ ROWS: tuple[Architecture, ...] = (
     _untried("mistral4", _DEEPSEEK),
     _untried("deepseek32", _PLAIN),
     _untried("glm4moe", LlamaRules(sections="write"), "glm4_moe"),
-    Architecture(
-        "glm-dsa", ("glm-dsa",), ("glm_moe_dsa",), llama=LlamaRules(indexers=True), page="audits/glm-5.2.md"
-    ),
+    Architecture("glm-dsa", ("glm-dsa",), ("glm_moe_dsa",), llama=LlamaRules(indexers=True), page="audits/glm-5.2.md"),
     _untried("minimax-m2", _OUTPUT, "minimax_m2"),
     _untried(
         "minimax-m3",
-        LlamaRules(sparse_layer=True, single_session=True, output_required=True),
+        LlamaRules(sparse_layer=True, indexer_values=True, single_session=True, output_required=True),
     ),
     _untried("olmo2", LlamaRules(window=Window(4, optional=True), output_required=True), rollback="within_window"),
     _untried("command-r", _PLAIN, "cohere"),

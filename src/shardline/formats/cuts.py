@@ -49,6 +49,8 @@ class Cuts:
     refusal: ShardlineError | None
     """Why it does."""
     kinds: LayerKinds
+    runs_whole: bool = True
+    """False: the engine does not run the model at all, for the reason of `refusal`."""
     context_switch: int | None = None
     """Where llama.cpp rotates otherwise in a context of more tokens than this: all parts must be on one side of it."""
 
@@ -72,8 +74,8 @@ class Cuts:
         return self.rules
 
     def part_reason(self, first: int, last: int) -> str | None:
-        """Why [first, last) cannot be a part; None where it can, as the whole model always can."""
-        if (first, last) == (0, self.n_layers):
+        """Why [first, last) cannot be a part; None where it can, as the whole model can if the engine runs it."""
+        if (first, last) == (0, self.n_layers) and self.runs_whole:
             return None
         if self.rules is None:
             return self._refusal().message
@@ -210,7 +212,7 @@ def cuts_of(header: GGUFHeader) -> Cuts:
         if error.code != "architecture_unsupported":
             raise
         return Cuts(shape, None, error, LayerKinds())
-    return Cuts(shape, rules, None, kinds, _context_switch(header, shape))
+    return Cuts(shape, rules, None, kinds, context_switch=_context_switch(header, shape))
 
 
 def cuts_of_config(config: Mapping[str, Any], shape: ModelShape) -> Cuts:
@@ -243,7 +245,7 @@ def cuts_for_torch(row: Architecture, shape: ModelShape) -> Cuts:
     try:
         check_torch(row)
     except ShardlineError as error:
-        return Cuts(shape, None, error, LayerKinds())
+        return Cuts(shape, None, error, LayerKinds(), runs_whole=False)
     return Cuts(shape, LlamaRules("exact" if row.torch == "supported" else "unproven"), None, LayerKinds())
 
 
@@ -296,7 +298,7 @@ def even_cut(cuts: Cuts, weights: WeightBytes, parts: int) -> list[Part]:
     Errors: `layers_invalid` where there is none, with the largest number of parts that there is;
     `architecture_unsupported` where the model is not cut at all.
     """
-    if parts > 1 and cuts.rules is None:
+    if cuts.rules is None and (parts > 1 or not cuts.runs_whole):
         raise cuts._refusal()
     ends = [0, *accumulate(weights.layers)]
     behind = weights.shared + weights.output + weights.tied

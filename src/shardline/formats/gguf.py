@@ -67,6 +67,9 @@ _TYPECODES = {
     "u64": "Q", "i64": "q", "f32": "f", "f64": "d", "bool": "B",
 }  # fmt: skip
 
+_UNKNOWN_SIZE = 1 << 60
+"""Stands for the size of a file of which only the beginning is there."""
+
 Reason = Literal["not_a_model", "damaged", "byte_order", "newer", "unsupported", "incomplete"]
 _LEAD: dict[Reason, str] = {
     "not_a_model": "not a GGUF model",
@@ -205,28 +208,45 @@ def _wrong_kind(key: str, value: str | Value, expected: str) -> ShardlineError:
 
 def read_header(path: Path | str) -> GGUFHeader:
     """Read and check the header of a GGUF file; reads in growing steps and no more than the header needs."""
-    path = Path(path)
+    return _read(Path(path), beginning=False)
+
+
+def read_beginning(path: Path | str) -> GGUFHeader:
+    """The same of a file that may end behind its header: `file_size` is then what the whole file has."""
+    return _read(Path(path), beginning=True)
+
+
+def _read(path: Path, *, beginning: bool) -> GGUFHeader:
     try:
         if not path.is_file():
             raise _bad("not_a_model", f"{path.name!r:.200} is not a file")
         with path.open("rb") as file:
-            file_size = os.fstat(file.fileno()).st_size
-            data = file.read(min(_FIRST_READ, file_size))
+            there = os.fstat(file.fileno()).st_size
+            data = file.read(min(_FIRST_READ, there))
             while True:
                 try:
-                    return parse_header(data, file_size)
+                    return _parse_beginning(data) if beginning else parse_header(data, there)
                 except ShardlineError as error:
                     needed = error.details.get("needed_bytes")
                     if needed is None:
                         raise
-                target = min(file_size, max(needed, _READ_GROWTH * len(data)))
+                target = min(there, max(needed, _READ_GROWTH * len(data)))
                 more = file.read(target - len(data))
+                if not more and beginning:
+                    raise _bad("damaged", f"its {there} bytes end inside the header")
                 if not more:
-                    raise _bad("damaged", f"the file became shorter than {file_size} bytes while it was read")
+                    raise _bad("damaged", f"the file became shorter than {there} bytes while it was read")
                 data += more
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise _bad("not_a_model", f"{path.name!r:.200} cannot be read: {reason}") from None
+
+
+def _parse_beginning(data: bytes) -> GGUFHeader:
+    """Twice: once to learn how large the file must be, and once as the file of that size."""
+    known = parse_header(data, _UNKNOWN_SIZE)
+    ends = (info.offset + info.nbytes for info in known.tensors.values())
+    return parse_header(data, max([known.data_offset, *ends]))
 
 
 def parse_header(data: bytes | bytearray | memoryview, file_size: int) -> GGUFHeader:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardline.errors import ShardlineError
-from shardline.formats.gguf import TENSORS_LIMIT, GGUFHeader, TensorInfo, read_header
+from shardline.formats.gguf import TENSORS_LIMIT, GGUFHeader, TensorInfo, read_beginning, read_header
 from shardline.formats.vocabulary import check_vocabulary, has_vocabulary
 
 PARTS_LIMIT = 10_000
@@ -56,11 +56,11 @@ def part_paths(path: Path | str) -> list[Path]:
     return [path.with_name(name) for name in names]
 
 
-def read_model(path: Path | str) -> GGUFModel:
+def read_model(path: Path | str, *, beginnings: bool = False) -> GGUFModel:
     """Read the headers of all parts and join their tables; `model_file_invalid` where they do not fit together,
-    or are the file of a Shard, or the vocabulary has a defect."""
+    or are the file of a Shard, or the vocabulary has a defect. `beginnings`: files may end behind their headers."""
     paths = part_paths(path)
-    headers = tuple(read_header(p) for p in paths)
+    headers = tuple(read_beginning(p) if beginnings else read_header(p) for p in paths)
     _check_whole(paths[0], headers[0])
     tensors: dict[str, TensorInfo] = {}
     for number, (part, header) in enumerate(zip(paths, headers, strict=True)):

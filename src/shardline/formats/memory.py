@@ -99,7 +99,7 @@ def kv_bytes_per_token(shape: ModelShape, first: int, last: int, *, element_byte
     check_range(first, last, shape.n_layers)
     total = 0
     for layer in range(first, last):
-        elements = shape.kv_elements(layer)
+        elements = shape.cache_elements(layer)
         if elements is None:
             return None
         total += elements * element_bytes

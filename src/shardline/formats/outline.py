@@ -6,7 +6,7 @@ Reads no file (cli/model_outline.py does) and places nothing (plan.py). Pure. Sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,6 +50,8 @@ class Outline:
     seam_dtype: str
     """The engine's own residual dtype, as safetensors names it."""
     cuts: Cuts
+    quantised: bool = False
+    """Whether a config.json says that its checkpoint is quantised."""
     parameters: Parameters | None = None
     """Numbers of the model, where they were computed from a config.json."""
 
@@ -95,11 +97,10 @@ def outline_of_config(
     *,
     tensors: Mapping[str, SizedTensor] | None = None,
     dtype: str | None = None,
-    bits: Bits | None = None,
-    size_bytes: int | None = None,
+    bits: Callable[[Parameters], Bits] | None = None,
 ) -> Outline:
-    """From a config.json. `tensors`: the table of its safetensors files, where they are there. Without: `size_bytes`
-    is that of the files of a build, `bits` what a number takes; else as the configuration says.
+    """From a config.json. `tensors`: the table of its safetensors files, where they are there. Without: `bits` says
+    what a number takes; else it is `dtype`, or as the configuration says.
 
     Errors: `model_file_invalid`; `architecture_unsupported` where no engine runs it or its size cannot be told.
     """
@@ -117,7 +118,10 @@ def outline_of_config(
         used = _config_part(fields)
     else:
         parameters = parameters_of_config(config, shape, indexed=kinds.indexed, recurrent=kinds.recurrent)
-        chosen = bits or (Bits.scaled(parameters, size_bytes) if size_bytes else bits_of_config(config, parameters))
+        if bits is not None:
+            chosen = bits(parameters)
+        else:
+            chosen = bits_of_config(config) if dtype is None else Bits.equal(8 * element_bytes)
         weights, experts = weights_of(parameters, chosen)
         used = parameters.used
     return Outline(
@@ -133,8 +137,20 @@ def outline_of_config(
         seam=seam_of_config(config, shape, kinds),
         seam_dtype="F32" if engine == "llama" else _SEAM_DTYPES.get(named, "BF16"),
         cuts=cuts,
+        quantised=dtype is None and config.get("quantization_config") is not None,
         parameters=parameters,
     )
+
+
+def outline_of_build(
+    config: Mapping[str, Any], engine: Engine, size_bytes: int, *, dense_bits: float | None = None
+) -> Outline:
+    """From a config.json and the size of the files of one build of the model; `dense_bits`: what a number takes
+    outside of routed experts, which take the rest. Errors: as those of `outline_of_config`, and `setting_invalid` for
+    a size that no build has."""
+    if dense_bits is None:
+        return outline_of_config(config, engine, bits=lambda p: Bits.equal(8 * size_bytes / p.total))
+    return outline_of_config(config, engine, bits=lambda p: Bits.of_build(p, size_bytes, dense_bits))
 
 
 def outline_of_table(

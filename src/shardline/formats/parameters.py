@@ -64,10 +64,22 @@ class Bits:
     """Of the embedding and the output matrix."""
 
     @classmethod
-    def scaled(cls, parameters: Parameters, size_bytes: int) -> Bits:
-        """Those of a build of that size, as if it took equally much everywhere."""
-        bits = 8 * size_bytes / parameters.total
+    def equal(cls, bits: float) -> Bits:
+        """As much everywhere."""
         return cls(bits, bits, bits)
+
+    @classmethod
+    def of_build(cls, parameters: Parameters, size_bytes: int, dense: float) -> Bits:
+        """Those of a build of that size, whose numbers outside of routed experts take `dense` bits each."""
+        experts = sum(layer.experts for layer in parameters.layers)
+        left = 8 * size_bytes - dense * (parameters.total - experts)
+        if left < 0 or not experts:
+            raise ShardlineError(
+                "setting_invalid",
+                f"a build of {size_bytes} bytes has no room for {dense:g} bits a number outside of routed experts",
+                param="dense_bits",
+            )
+        return cls(dense, left / experts, dense)
 
 
 class _Needed:
@@ -130,7 +142,13 @@ def _delta_net(f: _Needed, shape: ModelShape) -> int:
     keys, values = key_heads * key_width, heads * width
     hidden = shape.hidden_size
     mixed = 2 * keys + values
-    return hidden * (mixed + values + 2 * heads) + mixed * f("linear_conv_kernel_dim") + 2 * heads + width + values * hidden
+    return (
+        hidden * (mixed + values + 2 * heads)
+        + mixed * f("linear_conv_kernel_dim")
+        + 2 * heads
+        + width
+        + values * hidden
+    )
 
 
 def _compressed_attention(f: _Needed, shape: ModelShape, layer: int) -> int:
@@ -210,7 +228,7 @@ def _mixed_layer(f: _Needed, shape: ModelShape, layer: int, recurrent: bool) -> 
 
 
 def _streamed_layer(f: _Needed, shape: ModelShape, layer: int) -> LayerParameters:
-    """DeepSeek-V4: the streams are mixed in front of and behind attention and experts; some layers route by token id."""
+    """DeepSeek-V4: streams are mixed in front of and behind attention and experts; some layers route by token id."""
     hidden, streams = shape.hidden_size, f("hc_mult")
     mixing = (2 + streams) * streams * (streams * hidden + 1) + 3
     found = _experts(f, shape)
@@ -221,15 +239,19 @@ def _streamed_layer(f: _Needed, shape: ModelShape, layer: int) -> LayerParameter
     return LayerParameters(attention + 2 * hidden + 2 * mixing + found.always + choice, found.experts)
 
 
-_PLAIN = frozenset(
-    "llama mistral ministral3 qwen2 qwen3 qwen3_moe mixtral gemma gemma2 gemma3 gemma3_text phi3 gpt_oss granite "
-    "granitemoe".split()
-)
-_MIXED = frozenset("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next".split())
+_PLAIN = frozenset({
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3",
+    "gemma3_text", "phi3", "gpt_oss", "granite", "granitemoe",
+})  # fmt: skip
+_MIXED = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})
 
 
 def parameters_of_config(
-    config: Mapping[str, Any], shape: ModelShape, *, indexed: tuple[bool, ...] | None, recurrent: tuple[bool, ...] | None
+    config: Mapping[str, Any],
+    shape: ModelShape,
+    *,
+    indexed: tuple[bool, ...] | None,
+    recurrent: tuple[bool, ...] | None,
 ) -> Parameters:
     """The numbers of the model that this config.json describes. `indexed`, `recurrent`: as layer_kinds.py has them.
 
@@ -268,7 +290,7 @@ def parameters_of_config(
     return Parameters(tuple(layers), matrix, behind, tied, min(1.0, used))
 
 
-def bits_of_config(config: Mapping[str, Any], parameters: Parameters) -> Bits:
+def bits_of_config(config: Mapping[str, Any]) -> Bits:
     """What the checkpoint of this config.json takes: its dtype, or FP8 with experts in FP8 or FP4.
 
     Raises `architecture_unsupported` for a quantisation whose size is not known.
@@ -277,8 +299,7 @@ def bits_of_config(config: Mapping[str, Any], parameters: Parameters) -> Bits:
     if not isinstance(quantised, Mapping):
         text = ConfigFields.of(config).fields
         dtype = next((c[k] for c in (config, text) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16")
-        bits = _BITS.get(str(dtype), 16.0)
-        return Bits(bits, bits, bits)
+        return Bits.equal(_BITS.get(str(dtype), 16.0))
     method = quantised.get("quant_method")
     if method != "fp8":
         raise ShardlineError(

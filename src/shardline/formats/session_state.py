@@ -1,7 +1,7 @@
 """What one layer keeps of a session, from a model's header or config.json: rows by token, windows, fixed states.
 
-Owns the arithmetic of Hot KV State at a given length, layer by layer: plain keys and values, latent rows (MLA), windows,
-rows for several tokens (compressed attention), indexer keys, recurrent and rolling states. What the files do not say is
+Owns the arithmetic of Hot KV State at a given length, layer by layer: keys and values, latent rows (MLA), windows, rows
+for several tokens (compressed attention), indexer keys, recurrent and rolling states. What the files do not say is
 None. What an engine really holds, it says itself. Pure. Shown by tests/formats/test_session_state.py.
 """
 

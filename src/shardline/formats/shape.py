@@ -1,7 +1,8 @@
 """The measures of a model that its own files state: layers, widths, heads, vocabulary, context.
 
 Owns reading them from GGUF metadata or from a config.json, with checks: any integer type passes, a value that cannot be
-true is `model_file_invalid` and named. What is not stated is None; nothing is guessed from an architecture's name.
+true is `model_file_invalid` and named. What is not stated is None; nothing is guessed from an architecture's name, but
+for what the table of architectures knows of its caches.
 Pure. Shown by tests/formats/test_shape.py.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.errors import ShardlineError
+from shardline.formats.architectures import LlamaRules, of_gguf
 from shardline.formats.gguf import Array, GGUFHeader
 from shardline.formats.soundness import LAYERS_LIMIT, check_numbers
 
@@ -38,14 +40,21 @@ class ModelShape:
     latent_width: int | None = None
     """Elements that a layer with compressed KV (MLA) keeps for a token, all heads together."""
     sliding_window: int | None = None
+    indexer: tuple[int, ...] = ()
+    """Elements that a layer keeps of a token to find by which rows it attends to; empty: no layer does."""
 
     def kv_elements(self, layer: int) -> int | None:
-        """Elements that the cache of `layer` holds for one token; None where the files do not say it."""
+        """Elements of keys and values that `layer` keeps of one token; None where the files do not say it."""
         if self.latent_width is not None:
             return self.latent_width
         if self.kv_heads is None or self.key_width is None or self.value_width is None:
             return None
         return self.kv_heads[layer] * (self.key_width + self.value_width)
+
+    def cache_elements(self, layer: int) -> int | None:
+        """The same with what its indexer keeps: all that grows with each token."""
+        elements = self.kv_elements(layer)
+        return None if elements is None else elements + (self.indexer[layer] if self.indexer else 0)
 
 
 def shape_of_gguf(header: GGUFHeader) -> ModelShape:
@@ -77,7 +86,20 @@ def shape_of_gguf(header: GGUFHeader) -> ModelShape:
         value_width=fields.get("attention.value_length", WIDTH_LIMIT) or width,
         latent_width=rank + (fields.get("rope.dimension_count", WIDTH_LIMIT) or 0) if rank else None,
         sliding_window=fields.get("attention.sliding_window", CONTEXT_LIMIT) or None,
+        indexer=_indexer(fields, blocks)[:n_layers],
     )
+
+
+def _indexer(fields: _Gguf, blocks: int) -> tuple[int, ...]:
+    width = fields.get("attention.indexer.key_length", WIDTH_LIMIT)
+    if not width:
+        return ()
+    rules = of_gguf(fields.architecture).llama or LlamaRules()
+    lead = (fields.get("leading_dense_block_count", WIDTH_LIMIT) or 0) if rules.sparse_layer else 0
+    # Layers that share the indexer of another keep nothing of their own.
+    own = fields.per_layer("attention.indexer.types", blocks) or (1,) * blocks
+    kept = width * (2 if rules.indexer_values else 1)
+    return tuple(kept if layer >= lead and own[layer] else 0 for layer in range(blocks))
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
@@ -165,7 +187,11 @@ class ConfigFields:
         values = self.fields.get(name)
         if values is None:
             return ()
-        if not isinstance(values, list) or len(values) > 2 * LAYERS_LIMIT or not all(isinstance(v, str) for v in values):
+        if (
+            not isinstance(values, list)
+            or len(values) > 2 * LAYERS_LIMIT
+            or not all(isinstance(v, str) for v in values)
+        ):
             raise _bad(f"config.json: {name} is no list of words")
         return tuple(values)
 

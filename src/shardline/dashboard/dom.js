@@ -66,15 +66,19 @@ function made(parent, { type, props }) {
 function update(node, { type, props, children }) {
   const before = known.get(node).props;
   for (const name of Object.keys(before)) if (!(name in props)) setProp(node, name, null, before[name]);
-  for (const [name, value] of Object.entries(props)) if (value !== before[name]) setProp(node, name, value, before[name]);
+  for (const [name, value] of Object.entries(props)) {
+    // What a person has typed is in the element only.
+    if (value !== before[name] || AS_PROPERTY.has(name)) setProp(node, name, value, before[name]);
+  }
   known.set(node, { type, props });
   if (!props.own) patch(node, children);
   // The choice of a list is only good once its options are there.
   if (type === "select" && props.value !== undefined && node.value !== props.value) node.value = props.value;
+  props.each?.(node);
 }
 
 function setProp(node, name, value, before) {
-  if (name === "key" || name === "ref" || name === "own") return;
+  if (name === "key" || name === "ref" || name === "own" || name === "each") return;
   if (name === "style") {
     for (const key of Object.keys(before ?? {})) if (!(key in (value ?? {}))) node.style.removeProperty(key);
     for (const [key, item] of Object.entries(value ?? {})) {

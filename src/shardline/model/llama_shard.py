@@ -225,7 +225,7 @@ class _Making:
 
     def _kv_bytes(self) -> int:
         shape, traits = self.source.shape, self.library.type_traits(KV_TYPES[self.options.kv_type])
-        elements = sum(shape.kv_elements(layer) or 0 for layer in range(shape.n_layers))
+        elements = sum(shape.cache_elements(layer) or 0 for layer in range(shape.n_layers))
         return int(elements * traits.type_size // traits.blck_size)
 
     def _engine_info(self, context: LlamaContext, plan: ContextPlan) -> EngineInfo:

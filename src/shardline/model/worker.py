@@ -59,6 +59,9 @@ TICK_S = 0.05
 EXIT_LOST = 70
 """The engine declared itself unusable (EX_SOFTWARE)."""
 EXIT_ORPHAN = 71
+SWITCH_S = 0.0005
+"""How long a thread that makes token ids of a text keeps the interpreter, when the engine's wants it: once for each
+turn of that within a step. Python's own 5 ms is as long as some decode steps."""
 _PR_SET_PDEATHSIG = 1
 _RECEIVE_BYTES = 256 << 10
 
@@ -225,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", type=int, nargs="+", required=True)
     given = parser.parse_args(arguments)
     detach(given.parent)
+    sys.setswitchinterval(SWITCH_S)
     for descriptor in (given.channel, given.rows, *given.texts):
         os.set_inheritable(descriptor, False)
     rows = SharedRows(given.rows)

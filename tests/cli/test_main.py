@@ -124,3 +124,14 @@ def test_only_the_command_line_reads_the_environment() -> None:
         if any(word in path.read_text(encoding="utf-8") for word in ("os.environ", "getenv"))
     ]
     assert all(name.startswith("cli/") for name in reading), reading
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"), [("bash", "complete -o nosort"), ("zsh", "#compdef"), ("fish", "complete")]
+)
+def test_completion_scripts_are_printed_and_what_they_ask_is_answered(shell: str, words: str) -> None:
+    script = run(_SHARDLINE_COMPLETE=f"{shell}_source")
+    assert script.returncode == 0 and words in script.stdout and "_SHARDLINE_COMPLETE" in script.stdout
+    typed = {"COMP_WORDS": "shardline doc", "COMP_CWORD": "doc" if shell == "fish" else "1"}
+    answered = run(_SHARDLINE_COMPLETE=f"{shell}_complete", **typed)
+    assert answered.returncode == 0 and "doctor" in answered.stdout

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import msgspec
@@ -135,6 +137,8 @@ async def test_a_web_page_gets_nothing_even_with_the_credential(cluster: Cluster
 async def test_health_is_for_everybody_and_says_nothing(cluster: Cluster) -> None:
     response = await cluster.raw("GET", "/healthz", client=cluster.stranger)
     assert (response.status, json.loads(response.body)) == (200, {"status": "ok"})
+    said = parsedate_to_datetime(dict(response.headers)["date"])
+    assert abs(said.timestamp() - time.time()) < 30
 
 
 async def test_a_cluster_from_the_first_node_to_the_last(cluster: Cluster) -> None:

@@ -118,9 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command and of `python -m shardline`; always leaves through `SystemExit`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        cli.main(given, prog_name="shardline", standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        code = cli.main(given, prog_name="shardline", standalone_mode=False)
+        if isinstance(code, int):
+            sys.exit(code)  # of a command that ended with `click.exceptions.Exit`
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -178,3 +178,26 @@ def test_a_node_that_is_forgotten_leaves_nothing(docket: Docket) -> None:
     docket.unjudged(A, 1.0)
     assert docket.failed(A, "late", 1.0) is False
     assert docket.proven(A) is None
+
+
+def test_who_takes_all_back_between_two_tries_is_judged_all_the_same(docket: Docket) -> None:
+    """Else a liar is never found out: it says nothing for a moment whenever it is asked."""
+    docket.heard(A, MIB, 0.0)
+    one(docket, 0.0)
+    docket.heard(A, 0, 0.1)
+    docket.heard(A, MIB, 0.2)
+    assert docket.failed(A, "nothing shown", 0.3) is False
+    docket.heard(A, 0, 1.0)
+    docket.heard(A, MIB, 1.1)
+    assert one(docket, 0.3 + RETRY_S).blocks == SUSPICION_BLOCKS
+    assert docket.failed(A, "nothing shown", 6.0) is True
+    assert docket.proven(A) is False
+
+
+def test_registering_again_between_two_tries_does_not_help_either(docket: Docket) -> None:
+    docket.heard(A, MIB, 0.0)
+    one(docket, 0.0)
+    docket.failed(A, "nothing shown", 0.0)
+    docket.joined(A.node, 1.0)
+    assert one(docket, 1.0).blocks == SUSPICION_BLOCKS
+    assert docket.failed(A, "nothing shown", 1.0) is True

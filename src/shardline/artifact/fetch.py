@@ -66,10 +66,12 @@ class Fetch:
         *,
         connections: int,
         space_wait_s: float = 0.0,
+        beside_bytes: int = 0,
         stall_s: float = STALL_S,
         progress: Callable[[FetchProgress], None] | None = None,
     ) -> None:
-        """`connections`: requests to one source at a time. `space_wait_s`: a full disk is waited for so long."""
+        """`connections`: requests to one source at a time. `space_wait_s`: a full disk is waited for so long.
+        `beside_bytes`: what else will be written to the disk of the store, made of these pieces."""
         self.artifact = artifact
         self.writer = PieceWriter(artifact)
         self._row = Row(file.count for file in artifact.files)
@@ -78,6 +80,7 @@ class Fetch:
         self._plan = FetchPlan(self._row, self._wanted, self._piece_bytes)
         self._connections = connections
         self._space_wait_s = space_wait_s
+        self._beside_bytes = beside_bytes
         self._stall_s = stall_s
         self._progress = progress
         self._accounts: list[SourceAccount] = []
@@ -164,7 +167,8 @@ class Fetch:
         for file in self.artifact.files:
             recover(file)
         self._plan.brought(self._row.joined(self.artifact.held()))
-        self.artifact.store.check_space(self._bytes(self._plan.missing))
+        if self._plan.missing:
+            self.artifact.store.check_space(self._bytes(self._plan.missing), self._beside_bytes)
 
     def _fail(self, error: ShardlineError) -> None:
         if self._failure is None:
@@ -355,7 +359,7 @@ class Fetch:
     async def _wait_for_room(self) -> bool:
         """Whether there is room for what is missing, at the latest after `space_wait_s`."""
         async with self._room:
-            needed = self._bytes(self._plan.missing)
+            needed = self._bytes(self._plan.missing) + self._beside_bytes
             deadline = _now() + self._space_wait_s
             with self._pausing(needed):
                 while not self._over.is_set():

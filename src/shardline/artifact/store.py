@@ -139,11 +139,13 @@ class Store:
             found = os.statvfs(self.folder)
         return max(0, found.f_bavail * found.f_frsize - self.reserve_bytes)
 
-    def check_space(self, needed: int) -> None:
-        """`disk_full`, with `needed_bytes` and `free_bytes`, unless `needed` more bytes fit."""
-        free = self.free_bytes()
+    def check_space(self, fetched: int, beside: int = 0) -> None:
+        """`disk_full`, with `needed_bytes` and `free_bytes`, unless so many more bytes fit. `beside`: what will be
+        written to the same disk, and is not fetched."""
+        free, needed = self.free_bytes(), fetched + beside
         if free < needed:
-            message = f"{needed} bytes are to be fetched, and {free} are free on the disk of the store"
+            made = f", {beside} more will be made of them" if beside else ""
+            message = f"{fetched} bytes are to be fetched{made}, and {free} are free on the disk of the store"
             advice = "Make room there, serve fewer layers, or lower the setting store_reserve_bytes."
             raise ShardlineError("disk_full", message, advice=advice, needed_bytes=needed, free_bytes=free)
 

@@ -96,20 +96,21 @@ class ArtifactPieces:
         """The pieces with the headers of all files. Errors as of `bring`."""
         length = self.artifact.bundle.manifest.piece_length
         headers = {n: range(-(-e.data_offset // length)) for n, e in enumerate(self.artifact.bundle.manifest.files)}
-        await self._bring(headers, None)
+        await self._bring(headers, None, 0)
 
-    async def bring(self, first: int, last: int) -> None:
-        """Return when all pieces of Shard [first, last) are held, however long nobody has them.
+    async def bring(self, first: int, last: int, beside_bytes: int = 0) -> None:
+        """Return when all pieces of Shard [first, last) are held, however long nobody has them. `beside_bytes`: what
+        will be made of them on the same disk, which must have room for both.
 
         Errors: `disk_full`, before the first byte or when it gets full and stays so; `state_unwritable`.
         """
-        await self._bring(self.artifact.wanted(first, last), (first, last))
+        await self._bring(self.artifact.wanted(first, last), (first, last), beside_bytes)
 
-    async def _bring(self, wanted: Wanted, layers: tuple[int, int] | None) -> None:
+    async def _bring(self, wanted: Wanted, layers: tuple[int, int] | None, beside_bytes: int) -> None:
         async with self._turn:
             while await asyncio.to_thread(self.artifact.missing, wanted):
                 try:
-                    await self._fetch(wanted, layers)
+                    await self._fetch(wanted, layers, beside_bytes)
                 except ShardlineError as error:
                     if error.code != "artifact_unavailable":
                         raise
@@ -119,12 +120,13 @@ class ArtifactPieces:
                     self.fetching = None
             self._waiting_for, self.doing = "", None
 
-    async def _fetch(self, wanted: Wanted, layers: tuple[int, int] | None) -> None:
+    async def _fetch(self, wanted: Wanted, layers: tuple[int, int] | None, beside_bytes: int) -> None:
         fetch = Fetch(
             self.artifact,
             wanted,
             connections=self._settings.fetch_connections,
             space_wait_s=SPACE_WAIT_S,
+            beside_bytes=beside_bytes,
             progress=lambda told: self._tell(told, layers),
         )
         for url in self.artifact.bundle.manifest.transport.webseeds:

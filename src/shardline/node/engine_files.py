@@ -16,6 +16,7 @@ from typing import Any
 
 from shardline.artifact.model_view import make_view
 from shardline.artifact.shard_files import ShardFiles
+from shardline.artifact.shard_room import bytes_beside
 from shardline.artifact.stored_shard import check_pieces, stored_model, stored_shard
 from shardline.errors import ShardlineError
 from shardline.formats.gguf_files import read_model
@@ -84,9 +85,11 @@ class EngineFiles:
 
     async def _make_stored(self, pieces: ArtifactPieces, progress: Callable[[int, int], None]) -> None:
         for left in reversed(range(_ROUNDS)):
-            await pieces.bring(*self._range)
             first_time = not self._checked
             try:
+                # Headers first: they say how large the Shard file will be, and so whether it fits beside the pieces.
+                await pieces.bring_headers()
+                await pieces.bring(*self._range, await asyncio.to_thread(self._beside, pieces))
                 if first_time:
                     await _in_thread(partial(self._check, pieces), self._verifying)
                 await _in_thread(partial(self._make_from, pieces, first_time), progress)
@@ -96,6 +99,12 @@ class EngineFiles:
                 # Pieces that were held were found damaged just now, and are not any more.
                 if error.code != "artifact_incomplete" or not left:
                     raise
+
+    def _beside(self, pieces: ArtifactPieces) -> int:
+        """Room that the Shard file takes on the disk of the store."""
+        if not self._cut:
+            return 0
+        return bytes_beside(pieces.artifact, self._files, *self._range, vocabulary=self._has_text)
 
     def _verifying(self, done: int, total: int) -> None:
         self._options.announce("verifying", done=done, total=total)

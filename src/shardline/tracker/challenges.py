@@ -58,6 +58,10 @@ class _Case:
     suspected: bool = False
     """While it was being asked."""
 
+    def is_clean(self) -> bool:
+        """Nothing speaks against it, and nothing is being found out."""
+        return self.proven is not False and not self.failures and not self.asked
+
 
 class Docket:
     """All verdicts of one Tracker. Every method is one event. `every_s`: pause between two challenges in peace."""
@@ -79,8 +83,9 @@ class Docket:
     def heard(self, subject: Subject, held_bytes: int, now: float) -> None:
         """It advertises so much. What is new, or has doubled since it was judged, is asked for at once."""
         case = self._cases.get(subject)
-        if held_bytes == 0 and (case is None or case.proven is not False):
-            # It gives nothing away and has said nothing wrong: there is nothing to judge.
+        if held_bytes == 0 and (case is None or case.is_clean()):
+            # It gives nothing away and has said nothing wrong: there is nothing to judge. Who takes all back while it
+            # is asked, or between two tries, is not rid of the case.
             self._cases.pop(subject, None)
             return
         if case is None:
@@ -91,10 +96,11 @@ class Docket:
             case.due, case.blocks = min(case.due, now), max(case.blocks, JOIN_BLOCKS)
 
     def joined(self, node: str, now: float) -> None:
-        """A Node has registered, again: it is another process, on a disk that may have changed."""
+        """A Node has registered, again: it is another process, on a disk that may have changed. A failure still counts:
+        else whoever registers often enough is never judged."""
         for subject, case in self._cases.items():
             if subject.node == node:
-                case.due, case.blocks, case.failures = now, max(case.blocks, JOIN_BLOCKS), 0
+                case.due, case.blocks = now, max(case.blocks, JOIN_BLOCKS)
 
     def suspect(self, subject: Subject, now: float) -> bool:
         """Somebody says that it gave wrong bytes. Whether it is asked for that: not more often than once a minute."""

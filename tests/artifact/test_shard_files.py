@@ -61,8 +61,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def left_in(folder: Path) -> list[str]:
-    """File names without the locks."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
+    """File names without locks and digests."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix not in (".lock", ".digest"))
 
 
 @contextlib.contextmanager

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bench import artifacts
 from bench.figures import median, quantile, table
 from bench.hops import _between
+from bench.random_model import Shape
+from shardline.cli.demo_model import demo_model
+from shardline.errors import ShardlineError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,3 +59,26 @@ def test_the_hop_measurement_runs(tmp_path: Path) -> None:
     assert 0 < figures["hop_p50_us"] <= figures["hop_p99_us"]
     assert figures["hops"] > 150
     assert "hop, from a result to the next engine's start: p50" in done.stdout
+
+
+def small_demo() -> bool:
+    try:
+        return demo_model().is_file()
+    except ShardlineError:
+        return False
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.skipif(not small_demo(), reason="the model of the demo is not installed")
+def test_the_artifact_measurement_runs(tmp_path: Path) -> None:
+    """A small model: everything is there, and a fetch moved the whole file."""
+    shape = Shape(layers=12, hidden=256, feed_forward=512, heads=4, kv_heads=1)
+    found = artifacts.measure(tmp_path / "stand", 1, shape)
+    size = (tmp_path / "stand/model.gguf").stat().st_size
+    assert set(artifacts.AGAINST) | set(artifacts.AGAINST.values()) == set(found)
+    assert {taken.nbytes for name in found if "HTTP" in name for taken in found[name]} == {size}
+    assert all(taken.seconds > 0 for rounds in found.values() for taken in rounds)
+    text = artifacts.report(found, artifacts.header_seconds(1))
+    assert all(name in text for name in found)
+    assert "Header with 150000 tokens" in text

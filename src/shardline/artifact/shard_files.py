@@ -1,24 +1,25 @@
 """Shard files on disk: carries a plan out, once for each Model Artifact and range, and keeps the result.
 
 Owns the cache folder. A file appears under its name whole and synced, or not at all: written aside, renamed at the end;
-one that is there is compared with the model first. Processes that want the same file at once make it once (flock, which
-ends with its owner). Bytes are copied inside the kernel where it can. It decides nothing about the content
-(formats/shard_gguf.py does) and never touches the network. Blocking: call it in a thread.
-Shown by tests/artifact/test_shard_files.py.
+one that is there is compared with the model first, or with its own digest (shard_digest.py). Processes that want the
+same file at once make it once (flock, which ends with its owner). Bytes are copied inside the kernel where it can. It
+decides nothing about the content (formats/shard_gguf.py does) and never touches the network. Blocking: call it in a
+thread. Shown by tests/artifact/test_shard_files.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import struct
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+from shardline.artifact.locks import exclusive
+from shardline.artifact.shard_digest import Chunks, ShardDigest
 from shardline.errors import ShardlineError
 from shardline.formats.gguf_files import GGUFModel
 from shardline.formats.shard_gguf import PAGE, RECIPE, Copy, ShardPlan, Zeros, plan_shard, plan_vocabulary
@@ -32,7 +33,6 @@ CHUNK = 16 << 20
 LOCK_WAIT_S = 3600.0
 """How long another process may take to make the file that this one waits for."""
 
-_LOCK_POLL_S = 0.05
 _ADVICE = (
     "Make room on that disk, or choose another folder: --state-dir for the cache of a Node, -o for a file of your own."
 )
@@ -265,7 +265,8 @@ def _put(handle: int, data: bytes, offset: int) -> int:
 
 def _is_whole(path: Path, plan: ShardPlan, model: GGUFModel, steps: _Steps) -> bool:
     """Whether the cached file is the planned one, byte for byte: disks lose some, and weights that are a little wrong
-    answer without an error."""
+    answer without an error. Compared with the model, unless its digest shows that it is what was compared before."""
+    digest, chunks = ShardDigest(path, model.paths), Chunks()
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("rb"))
@@ -273,14 +274,20 @@ def _is_whole(path: Path, plan: ShardPlan, model: GGUFModel, steps: _Steps) -> b
                 return False
         except OSError:
             return False
+        if digest.confirms(steps.reached):
+            return True
+        chunks.add(plan.header)
         sources, position = _Sources(model, stack), len(plan.header)
         for piece in plan.pieces:
             for done in range(0, piece.nbytes, CHUNK):
                 size = min(CHUNK, piece.nbytes - done)
-                if _expected(sources, piece, done, size) != os.pread(file.fileno(), size, position + done):
+                found = os.pread(file.fileno(), size, position + done)
+                if _expected(sources, piece, done, size) != found:
                     return False
+                chunks.add(found)
                 steps.reached(position + done + size)
             position += piece.nbytes
+    digest.keep(chunks)
     return True
 
 
@@ -293,27 +300,10 @@ def _expected(sources: _Sources, piece: Copy | Zeros, done: int, size: int) -> b
     return _multiplied(sources.of(piece.file), piece)[done : done + size]
 
 
-@contextlib.contextmanager
-def _locked(path: Path, wait_s: float, cancelled: Cancelled | None) -> Iterator[None]:
+def _locked(path: Path, wait_s: float, cancelled: Cancelled | None) -> contextlib.AbstractContextManager[None]:
     """Hold the lock of the file at `path`, so that no other process makes it; `deadline` after `wait_s`."""
-    handle = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                pass
-            _check_cancelled(cancelled)
-            if time.monotonic() >= deadline:
-                raise ShardlineError(
-                    "deadline", f"another process has been making {path.name} for {wait_s:.0f} s", limit="shard_file"
-                )
-            time.sleep(_LOCK_POLL_S)
-        yield
-    finally:
-        os.close(handle)
+    lock = path.with_name(path.name + ".lock")
+    return exclusive(lock, wait_s, limit="shard_file", waiting=partial(_check_cancelled, cancelled))
 
 
 def _check_space(folder: Path, needed: int) -> None:

@@ -1,7 +1,8 @@
 """Writes the generated pages of docs/ from the code; `--check` fails where a page is not what the code says.
 
-Settings, errors, commands, metrics, the JSON Schema of all messages, and the byte layout example of docs/protocol.md
-(there between `<!-- generated: NAME -->` and `<!-- end -->`; the rest of that page is written by hand).
+Settings, errors, commands, metrics, the JSON Schema of all messages; and, between `<!-- generated: NAME -->` and
+`<!-- end -->` of pages that are written by hand for the rest, the byte layout example of docs/protocol.md, the file
+table of docs/architecture.md and the computed tables of docs/audits (scripts/audits.py).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
+import audits
 import click
 import msgspec
 from prometheus_client import Counter, Histogram
@@ -219,13 +222,23 @@ def files() -> str:
     return "\n".join(f"### {room}\n\n{table(('file', 'what'), rooms[room])}" for room in (*order, "shardline itself"))
 
 
-def with_section(page: Path, name: str, content: str) -> str:
-    """The page, its section `name` replaced."""
-    text = page.read_text(encoding="utf-8")
+def with_section(page: Path, name: str, content: str, text: str | None = None) -> str:
+    """The page (or `text`, which it has become), its section `name` replaced."""
+    if text is None:
+        text = page.read_text(encoding="utf-8")
     pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
     if not pattern.search(text):
         raise SystemExit(f"{page} has no section {name}")
     return pattern.sub(lambda found: f"{found[1]}{content}{found[2]}", text)
+
+
+def audit_page(name: str) -> str:
+    """A page of docs/audits, all its computed tables replaced."""
+    model, tables = audits.PAGES[name]
+    text = (DOCS / name).read_text(encoding="utf-8")
+    for made in tables:
+        text = with_section(DOCS / name, made, audits.TABLES[made](model), text)
+    return text
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -236,6 +249,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/messages.schema.json": schema_page,
     "architecture.md": lambda: with_section(DOCS / "architecture.md", "files", files()),
     "protocol.md": lambda: with_section(DOCS / "protocol.md", "example", example()),
+    **{name: partial(audit_page, name) for name in audits.PAGES},
 }
 
 

@@ -34,7 +34,7 @@ function tell(answer, session) {
   if (first) return; // a page that was loaded anew has no news
   if (answer.state === "streaming") announce(session ? `${PHASES[session.phase]}.` : "Sent.");
   else if (answer.state === "failed") announce(`${titleOf(answer.error)}. ${answer.error.message}`);
-  else announce(`${answer.state === "stopped" ? "Stopped. " : "The answer: "}${answer.text}`);
+  else announce(`${answer.state === "stopped" ? "Stopped. " : "The answer: "}${answer.text.trim()}`);
 }
 
 function routePanel(session) {

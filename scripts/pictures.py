@@ -21,21 +21,21 @@ from tests.support.cluster import Cluster, scripted_cluster  # noqa: E402
 
 QUESTION = "Explain in a few sentences what happens to a token on its way through this cluster."
 CONTEXT = (
-    "\n\nNotes: the model has 30 layers. Three Nodes hold ten layers each, one of these ranges is held twice. The prompt "
-    "is read in chunks; each chunk passes the Nodes in order, and each Node keeps what it computed."
+    "\n\nNotes: the model has 30 layers. Three Nodes hold ten layers each, one of these ranges is held twice. The "
+    "prompt is read in chunks; each chunk passes the Nodes in order, and each Node keeps what it computed."
 )
 ANSWER = (
-    "The Gateway sends the token to the first Node, which looks up its row and computes layers 0 to 9. What comes out is "
-    "one hidden row; it crosses to the second Node, which adds layers 10 to 19 from its own cache, and then to the third "
-    "with the rest. There the row becomes a distribution over the vocabulary, and a new token is drawn.\n\n"
-    "Two things go back: the token goes to the Gateway, which turns it into the text that you read here, and its id goes "
-    "to the first Node, so that the next round can begin. No Node ever sees the whole model, and none of them computes "
-    "the prompt twice."
+    "The Gateway sends the token to the first Node, which looks up its row and computes layers 0 to 9. What comes out "
+    "is one hidden row; it crosses to the second Node, which adds layers 10 to 19 from its own cache, and then to the "
+    "third with the rest. There the row becomes a distribution over the vocabulary, and a new token is drawn.\n\n"
+    "Two things go back: the token goes to the Gateway, which turns it into the text that you read here, and its id "
+    "goes to the first Node, so that the next round can begin. No Node ever sees the whole model, and none of them "
+    "computes the prompt twice."
 )
 SCRIPT = {
     "model": "Example-30L",
     "n_layers": 30,
-    "answer": [piece for word in ANSWER.split(" ") for piece in (f" {word}",)],
+    "answer": [f" {word}" for word in ANSWER.split(" ")],
     "decode_ms": 18,
     "prefill_ms_per_row": 3,
 }
@@ -82,7 +82,6 @@ async def pictures(cluster: Cluster, browser: Any, folder: Path) -> None:
 
 
 async def main(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as state:
         layers = ("0:10", "10:20", "20:30", "10:20")
         settings = {"prefill_chunk_max": 64}
@@ -94,4 +93,6 @@ async def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "pictures"))
+    to = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "pictures"
+    to.mkdir(parents=True, exist_ok=True)
+    asyncio.run(main(to))

@@ -36,7 +36,8 @@ PALE = """() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !element.checkVisibility() || element.closest(".unseen, noscript, .skip")) continue;
+    const shown = walker.currentNode.data.trim() && element.checkVisibility();
+    if (!shown || element.closest(".unseen, noscript, .skip")) continue;
     const [text, back] = [light(rgb(getComputedStyle(element).color)), light(behind(element))];
     const contrast = (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
     if (contrast < 4.5) found.push([walker.currentNode.data.trim().slice(0, 40), Number(contrast.toFixed(2))]);

@@ -202,7 +202,7 @@ function cell(from, to, slowest) {
   const peer = from.peers?.find((known) => known.peer === to.id);
   if (!peer) return h("td", { class: "dim", title: "not asked to probe it" }, h("span", { "aria-label": "not measured" }, "–"));
   if (!peer.ok || peer.out) return h("td", { class: "cut", title: peer.out ?? "the last probe failed" }, "✕ not reached");
-  return h("td", { style: { "--heat": `${Math.round(60 * share(peer.rtt_ms ?? 0, slowest))}%` } }, ms(peer.rtt_ms));
+  return h("td", { style: { "--heat": `${Math.round(32 * share(peer.rtt_ms ?? 0, slowest))}%` } }, ms(peer.rtt_ms));
 }
 
 // ---- artifacts -------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ function back({ hops, session, planned, estimate_ms }) {
   const ring = hops.length > 1 ? `one token id back${tail.rtt_ms ? `, ⇄ ${ms(tail.rtt_ms)}` : ""}` : "one Node: nothing crosses a wire";
   const speed = session?.phase === "decode" && session.decode.tokens_per_s ? Math.max(1, Math.round((session.decode.tokens_per_s * LAP_MS) / 1000)) : null;
   return [
-    h("span", { class: "ring-words" }, `↩ ${ring}${speed ? ` (the dot: a lap for ${counted(speed, "token")})` : ""}`),
+    h("span", { class: "ring-words" }, `↩ ${ring}${speed ? ` · the dot: a lap for ${counted(speed, "token")}` : ""}`),
     planned && h("span", { class: "dim" }, `The next request takes this route${estimate_ms ? `; the Tracker expects ${rate(1000 / estimate_ms)} tokens/s at most` : ""}.`),
     longest && h("span", { class: `longest-words ${longest.name}` }, longestSentence(longest)),
   ];

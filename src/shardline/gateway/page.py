@@ -1,7 +1,7 @@
 """The page at `/`: static files of the wheel, and the headers that keep the page to itself.
 
-Owns the list of files, read once at the start (no path of a request ever reaches the disk), and the policy that lets the
-page load from, and talk to, its own origin only. What the page shows it asks of `/v1/`. Shown by
+Owns the list of files, read once at the start (no path of a request ever reaches the disk), and the policy that lets
+the page load from, and talk to, its own origin only. What the page shows it asks of `/v1/`. Shown by
 tests/gateway/test_page.py and tests/page/.
 """
 

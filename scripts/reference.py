@@ -90,7 +90,9 @@ METRICS_HEAD = f"""# Metrics
 `GET /metrics` of each process answers in the text format of Prometheus. It needs no key on a Gateway, and the cluster
 credential (`Authorization: Bearer …`) on a Tracker and a Node. A histogram is `NAME_bucket` (with the label `le`),
 `NAME_sum` and `NAME_count`; beside each counter and histogram, `_created` says when it began, in Unix seconds. Counters
-begin at 0 when the process starts. No label takes its values from clients.
+begin at 0 when the process starts. No label takes its values from clients: `gen_ai_request_model` is a
+name that Nodes serve, `other` past 64 of them. Names that begin with `gen_ai_` follow OpenTelemetry's conventions for
+generative AI. How they are looked at: [the dashboard](../deployment.md#metrics).
 """
 
 

@@ -260,6 +260,16 @@ async def test_another_protocol_is_refused_by_name(version: str | None) -> None:
         assert f"protocol {version}".encode() in answer
 
 
+@pytest.mark.parametrize(("credential", "status"), [(CREDENTIAL, 200), ("wrong-wrong-wrong", 401)])
+async def test_what_collects_metrics_speaks_no_protocol_and_shows_the_credential(credential: str, status: int) -> None:
+    raw = f"GET /metrics HTTP/1.0\r\nhost: 127.0.0.1\r\nauthorization: Bearer {credential}\r\n\r\n"
+    async with serving(GATED) as server:
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        writer.write(raw.encode())
+        assert (await reader.read()).startswith(b"HTTP/1.1 %d " % status)
+        writer.close()
+
+
 def test_a_gate_without_credential_cannot_be_built() -> None:
     with pytest.raises(ValueError):
         ControlGate(inner, credential="")

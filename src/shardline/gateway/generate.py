@@ -20,7 +20,7 @@ from shardline.errors import ShardlineError
 from shardline.gateway.admission import CAPACITY_CODES, Admission
 from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
 from shardline.gateway.liveness import Liveness
-from shardline.gateway.metrics import GatewayMetrics
+from shardline.gateway.metrics import GatewayMetrics, ended_session
 from shardline.gateway.reuse import HotRoutes, prefix_of
 from shardline.gateway.served_models import ServedModels
 from shardline.gateway.session import RouteSession
@@ -437,6 +437,11 @@ class RouteGenerations:
     def running(self) -> int:
         return len(self._live)
 
+    @property
+    def waiting(self) -> int:
+        """Requests in the queues of all models."""
+        return sum(queue.waiting for queue in self._admissions.values())
+
     def ended(self, record: Record) -> None:
         """A generation is over: its place is free, its numbers are final."""
         if record.model in self._admissions:
@@ -444,14 +449,7 @@ class RouteGenerations:
         self._count(record)
 
     def _count(self, record: Record) -> None:
-        self._metrics.ended(
-            status=record.phase,
-            code=None if record.failure is None else str(record.failure["code"]),
-            tokens=record.tokens,
-            prompt_tokens=record.prompt_tokens if record.tokens else 0,
-            cached_tokens=record.cached if record.tokens else 0,
-            ttft_ms=record.ttft_ms,
-        )
+        self._metrics.ended(ended_session(record))
 
     # ---- what failed is avoided at once, before the Tracker has heard of it ----------------------------------
 

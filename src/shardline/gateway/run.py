@@ -110,7 +110,7 @@ async def _run(
                 records=records,
                 clients=clients,
                 settings=settings,
-                metrics=lambda: metrics.text(generations.running),
+                metrics=lambda: metrics.text(generations.running, generations.waiting),
                 live=live,
             )
             server = HttpServer(

@@ -107,10 +107,10 @@ class OwnLack(HttpFailure):
 def lack(error: OSError) -> str | None:
     """What this process or machine lacks, if that is why a connection could not be opened; None for every other cause.
 
-    A resolver that could not open its files says that the name does not exist: so it is asked whether a file can be
-    opened at all.
+    A resolver that could not open its files says that the name does not exist, or (as mDNS has it) that something is
+    busy: so it is asked whether a file can be opened at all.
     """
-    if not isinstance(error, socket.gaierror):
+    if not isinstance(error, socket.gaierror) and error.errno != errno.EBUSY:
         return _LACKS.get(error.errno or 0)
     if error.errno == socket.EAI_MEMORY:
         return _LACKS[errno.ENOMEM]

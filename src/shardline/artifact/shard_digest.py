@@ -137,7 +137,9 @@ class ShardDigest:
     def _read(self) -> Record | None:
         try:
             with self._beside.open("rb") as file:
-                return msgspec.json.decode(file.read(_RECORD_BYTES_LIMIT), type=Record)
+                # No more memory than it has bytes: a read of so many at most takes room for all of them.
+                size = min(_RECORD_BYTES_LIMIT, os.fstat(file.fileno()).st_size)
+                return msgspec.json.decode(file.read(size), type=Record)
         except (OSError, msgspec.MsgspecError):
             return None
 

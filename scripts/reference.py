@@ -33,7 +33,7 @@ from shardline.gateway.metrics import GatewayMetrics
 from shardline.node.app import NodeMetrics
 from shardline.settings import Settings
 from shardline.tracker.metrics import TrackerMetrics
-from shardline.wire import artifacts, joining, messages, telemetry
+from shardline.wire import artifacts, joining, messages, sampling, telemetry
 from shardline.wire.steps import FLAG_OUTPUT, LANE_DECODE, Entry, LayoutTensor, SeamLayout, Step, encode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,7 +165,7 @@ def schema_page() -> str:
     """JSON Schema of every struct that crosses a process boundary."""
     structs = [
         value
-        for module in (messages, joining, artifacts, telemetry)
+        for module in (messages, sampling, joining, artifacts, telemetry)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
     ]

@@ -84,31 +84,13 @@ async def test_token_ids_that_are_none_with_everything_logged(tmp_path: Path, de
     assert "very secret" not in debug_log.getvalue()
 
 
-NO_LOOKING_AHEAD = {"type": "string", "pattern": "^(?!x)a$"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": {"type": "nope"}}, "response_format"),
-        (
-            {
-                "tools": [
-                    {"type": "function", "function": {"name": name, "parameters": {"type": "object", **more}}}
-                    for name, more in (("f", {}), ("g", {}), ("h", {"properties": {"p": NO_LOOKING_AHEAD}}))
-                ]
-            },
-            "tools",
-        ),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_structure_that_is_not_kept_is_refused(fields: dict[str, Any], param: str) -> None:
-    """Schemas, JSON mode and tools are never ignored: what cannot be honoured is `unsupported_parameter` by name."""
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+def test_a_form_that_does_not_exist_is_refused() -> None:
+    """Schemas, JSON mode and tools are never ignored (tests/cases/test_structured_answers.py, test_tool_answers.py)."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "nope"}}
     with pytest.raises(ShardlineError) as caught:
         chat_request(json.dumps(body).encode())
-    assert (caught.value.code, caught.value.param, caught.value.fault.status) == ("unsupported_parameter", param, 400)
+    error = caught.value
+    assert (error.code, error.param, error.fault.status) == ("unsupported_parameter", "response_format", 400)
 
 
 LIMIT = 4 << 20

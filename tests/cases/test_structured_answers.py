@@ -1,4 +1,4 @@
-"""Answers that must have a form, over whole routes: kept to, refused with a reason before the first token, never free."""
+"""Answers that must have a form, over whole routes: kept to, or refused with a reason before the first token."""
 
 from __future__ import annotations
 

@@ -10,6 +10,9 @@ import pytest
 from shardline.gateway import json_body
 from shardline.gateway import openai_requests as requests
 from shardline.gateway.messages import ROLES, FunctionCall, Message, Part, ToolCall
+from shardline.gateway.structured import JsonSchema, ResponseFormat
+from shardline.gateway.tools_request import FUNCTIONS, FunctionTool, NamedFunction, Tool, ToolChoice
+from shardline.wire.messages import GRAMMAR_BYTES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))
@@ -17,7 +20,10 @@ NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))
 
 @pytest.mark.parametrize(
     "kind",
-    [requests._ChatBody, requests._TextBody, requests.StreamOptions, Message, Part, ToolCall, FunctionCall],
+    [
+        *[requests._ChatBody, requests._TextBody, requests.StreamOptions, Message, Part, ToolCall, FunctionCall],
+        *[ResponseFormat, JsonSchema, Tool, FunctionTool, ToolChoice, NamedFunction],
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_every_field_is_on_the_page(kind: type) -> None:
@@ -46,6 +52,8 @@ def test_every_path_is_on_the_page() -> None:
         f"`top_logprobs` 0 to {requests.CHAT_LOGPROBS}",
         f"at most {requests.ANSWERS} answers a request",
         f"| `logprobs` | 0 to {requests.TEXT_LOGPROBS} |",
+        f"up to {FUNCTIONS} functions",
+        f"at most {GRAMMAR_BYTES:,} bytes",
         f"at most {json_body.VALUES:,} values and {json_body.MEMBERS:,}\nmembers of objects",
     ],
 )

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shardline.settings import PROTOCOL
-from shardline.wire import artifacts, joining, messages
+from shardline.wire import artifacts, joining, messages, sampling
 
 CORPUS = Path(__file__).with_name("corpus_v1.json")
 """One encoding of each message as protocol 1 sent it first. Grows with new messages; an entry never changes, unless
@@ -25,7 +25,7 @@ def corpus() -> dict[str, Any]:
 def kinds() -> dict[str, type[msgspec.Struct]]:
     return {
         name: kind
-        for module in (messages, joining, artifacts)
+        for module in (messages, sampling, joining, artifacts)
         for name, kind in vars(module).items()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
     }

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import structlog
 
 from shardline.errors import ShardlineError
 from shardline.gateway.detokenize import EMPTY, Delta, TextStream
 from shardline.gateway.generate_api import FinishedEvent, FinishReason, Generation, TokensEvent
+from shardline.gateway.tools_parts import Part, Reader
 from shardline.wire.messages import Token
 from shardline.wire.telemetry import TelemetryEvent
 
@@ -30,6 +32,8 @@ class Added:
 
     index: int
     delta: Delta
+    parts: Sequence[Part] | None = None
+    """What of the text is known now, where calls and reasoning are read out of it; it can be behind the delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Ended:
     """Choice `index` is complete; nothing comes after it."""
 
     index: int
-    reason: FinishReason
+    reason: FinishReason | Literal["tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +53,18 @@ class Batch:
 
 
 class Choice:
-    """One generation and its text."""
+    """One generation and its text; `reader`: what is read out of it."""
 
-    def __init__(self, index: int, generation: Generation, text: TextStream) -> None:
+    def __init__(self, index: int, generation: Generation, text: TextStream, reader: Reader | None = None) -> None:
         self.index = index
         self.generation = generation
         self.generated = 0
         """Tokens that usage counts: up to and including the one that completes a stop string."""
+        self.reasoned = 0
+        """How many of them were reasoning."""
         self.ended = False
         self._text = text
+        self._reader = reader
 
     async def read(self, events: Events) -> None:
         """Read the generation to its end. What goes wrong is told to the reader of `events`, behind the text."""
@@ -68,33 +75,47 @@ class Choice:
             events.fail(error)
             return
         self.ended = True
-        events.put(Ended(self.index, reason))
+        called = reason == "stop" and self._reader is not None and self._reader.calls > 0
+        events.put(Ended(self.index, "tool_calls" if called else reason))
 
     async def _read(self, events: Events) -> FinishReason:
         async for event in self.generation:
             if isinstance(event, TokensEvent):
-                delta = self._push(event.tokens)
-                events.put(Added(self.index, delta))
-                if delta.stopped:
+                added = self._push(event.tokens)
+                events.put(added)
+                if added.delta.stopped:
                     await self.generation.stop()
                     return "stop"
             elif isinstance(event, FinishedEvent):
                 self.generated = event.generated
-                last = self._text.finish()
-                events.put(Added(self.index, last))
-                return "stop" if last.stopped else event.reason
+                added = self._finish()
+                events.put(added)
+                return "stop" if added.delta.stopped else event.reason
             else:
                 events.see(self.index, event)
         raise ShardlineError("internal", "a generation ended without saying why", session=self.generation.id)
 
-    def _push(self, tokens: Sequence[Token]) -> Delta:
+    def _push(self, tokens: Sequence[Token]) -> Added:
         delta = EMPTY
+        parts: list[Part] = []
         for token in tokens:
             self.generated += 1
-            delta = delta.then(self._text.push(token))
+            more = self._text.push(token)
+            delta = delta.then(more)
+            if self._reader is not None:
+                self.reasoned += self._reader.thinking
+                parts += self._reader.push(more.text)
             if delta.stopped:
                 break
-        return delta
+        if self._reader is None:
+            return Added(self.index, delta)
+        return Added(self.index, delta, [*parts, *(self._reader.finish() if delta.stopped else ())])
+
+    def _finish(self) -> Added:
+        delta = self._text.finish()
+        if self._reader is None:
+            return Added(self.index, delta)
+        return Added(self.index, delta, [*self._reader.push(delta.text), *self._reader.finish()])
 
 
 class Events:
@@ -107,7 +128,7 @@ class Events:
         self._wake = asyncio.Event()
 
     def put(self, event: Added | Ended) -> None:
-        if isinstance(event, Added) and not event.delta:
+        if isinstance(event, Added) and not event.delta and not event.parts:
             return
         self._happened.append(event)
         self._wake.set()

@@ -11,15 +11,16 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import msgspec
 
 from shardline.errors import ONE_ENGINE, RETURNING, ShardlineError
 from shardline.gateway.choices import Choice
 from shardline.gateway.detokenize import TextStream, Vocabulary
-from shardline.gateway.generate_api import GenerationRequest, Generations
+from shardline.gateway.generate_api import Generation, GenerationRequest, Generations
+from shardline.gateway.json_body import unsupported
 from shardline.gateway.openai_answers import Envelope, fingerprint, layers_text
 from shardline.gateway.openai_requests import (
     Asked,
@@ -31,6 +32,7 @@ from shardline.gateway.openai_requests import (
 )
 from shardline.gateway.template import Templates
 from shardline.gateway.text import TextStore
+from shardline.gateway.tools_answer import Reading
 from shardline.settings import Settings
 from shardline.wire.messages import ModelInfo
 
@@ -52,12 +54,18 @@ class Prepared:
     echoes: list[str]
     prompt_tokens: int
     """As usage counts them: each prompt once, whatever `n`."""
+    reading: Reading | None = None
+    """Of a chat: what is read out of its text."""
+    prompt: str = ""
 
     def start(self, generations: Generations) -> list[Choice]:
-        return [
-            Choice(index, generations.start(request), TextStream(self.envelope.vocabulary, request.stop))
-            for index, request in enumerate(self.requests)
-        ]
+        return [self._choice(index, generations.start(request)) for index, request in enumerate(self.requests)]
+
+    def _choice(self, index: int, generation: Generation) -> Choice:
+        stop, vocabulary, reading = self.requests[index].stop, self.envelope.vocabulary, self.reading
+        if reading is None:
+            return Choice(index, generation, TextStream(vocabulary, stop))
+        return Choice(index, generation, TextStream(vocabulary, stop, reading.marks), reading.reader(self.prompt))
 
 
 class Completions:
@@ -77,12 +85,24 @@ class Completions:
         with self._announced(model, key_id) as session:
             vocabulary = await self._texts.vocabulary(model)
             asked = check_vocabulary(request.asked, [], _ids(model, vocabulary), vocabulary.bundle.eog)
-            text = await self._templates.prompt(vocabulary, request.messages, continued=request.continued)
+            tools = request.tools
+            reading = Reading(vocabulary, tools, inline=request.inline_reasoning)
+            _check_effort(request.variables, vocabulary)
+            text = await self._templates.prompt(
+                vocabulary,
+                request.messages,
+                continued=request.continued,
+                tools=None if tools is None else tools.shown,
+                more=request.variables,
+            )
+            grammar = reading.grammar(asked.sampling.grammar, text, continued=request.continued)
+            asked = replace(asked, sampling=msgspec.structs.replace(asked.sampling, grammar=grammar))
             # The template alone decides what stands around the text, BOS too.
             tokens = await self._texts.tokenize(model, vocabulary, text, add_special=False, param="messages")
             if not tokens:
                 raise ShardlineError("template_error", "the chat template makes an empty prompt", param="messages")
-            return self._prepared(asked, model, vocabulary, [tokens], [""], session, key_id, param="messages")
+            prepared = self._prepared(asked, model, vocabulary, [tokens], [""], session, key_id, param="messages")
+            return replace(prepared, reading=reading, prompt=text)
 
     async def text(self, body: bytes, key_id: str) -> Prepared:
         """`POST /v1/completions`."""
@@ -207,6 +227,12 @@ class Completions:
             echoes=[echo for echo in echoes for _ in range(asked.n)],
             prompt_tokens=sum(map(len, prompts)),
         )
+
+
+def _check_effort(variables: dict[str, Any], vocabulary: Vocabulary) -> None:
+    """Where the template does not look at it, it would change nothing."""
+    if "reasoning_effort" in variables and "reasoning_effort" not in (vocabulary.bundle.chat_template or ""):
+        unsupported("reasoning_effort", "'reasoning_effort': the chat template of the model does not know of it")
 
 
 def _not_whole(name: str, known: list[ModelInfo], models: Sequence[ModelInfo]) -> ShardlineError:

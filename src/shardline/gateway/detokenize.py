@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardline.errors import ShardlineError
@@ -82,8 +82,12 @@ class TextStream:
     longest counts. So the cut does not depend on how the text is cut into tokens.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, stops: Sequence[str] = (), marks: Mapping[int, str] | None = None
+    ) -> None:
+        """`marks`: control tokens that stand in the text all the same, as what, for whoever reads calls out of it."""
         self._vocabulary = vocabulary
+        self._marks = marks or {}
         self._stops = tuple(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -95,7 +99,11 @@ class TextStream:
 
     def push(self, token: Token) -> Delta:
         start = self._shown + len(self._held)
-        text = self._decoder.decode(self._vocabulary.shown(token.id))
+        mark = self._marks.get(token.id)
+        if mark is None:
+            text = self._decoder.decode(self._vocabulary.shown(token.id))
+        else:
+            text = self._decoder.decode(b"", final=True) + mark
         # Bytes of a character that is not whole: the token is shown with that character, one further on.
         pending = 1 if self._decoder.getstate()[0] else 0
         self._waiting.append((start + len(text) + pending, ShownToken(token, start)))

@@ -16,6 +16,7 @@ from shardline.wire.messages import ModelInfo, Sampling, Token
 from shardline.wire.telemetry import TelemetryEvent
 
 FinishReason = Literal["stop", "length"]
+"""Of a generation; an answer that ends with calls of tools says `tool_calls` for `stop`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.gateway.detokenize import ShownToken, Vocabulary
+from shardline.gateway.tools_parts import Call, Content, Part, Reasoning
 from shardline.settings import Settings
 from shardline.wire.messages import ModelInfo
 from shardline.wire.telemetry import PrefillView
@@ -29,8 +30,15 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
     def fields(self) -> Json:
+        fields = self._fields()
+        if self.reasoning_tokens:
+            fields["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return fields
+
+    def _fields(self) -> Json:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -47,6 +55,8 @@ class WholeChoice:
     tokens: Sequence[ShownToken]
     finish_reason: str
     telemetry: Any
+    parts: Sequence[Part] | None = None
+    """Instead of the text, where calls and reasoning were read out of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +80,10 @@ class Envelope:
         """Text that was added. `offset`: characters that stand in front of the generated text (echo)."""
         return self._chunk(index, {"content": text}, logprobs=self._logprobs(tokens, offset))
 
+    def part(self, index: int, part: Part | None, tokens: Sequence[ShownToken]) -> Json:
+        """One part of a chat answer, streamed; None: tokens of which it is not known yet what they are."""
+        return self._chunk(index, _delta(part), logprobs=self._logprobs(tokens, 0))
+
     def finish(self, index: int, reason: str) -> Json:
         return self._chunk(index, {}, reason=reason)
 
@@ -86,7 +100,7 @@ class Envelope:
         for index, (choice, offset) in enumerate(zip(choices, offsets, strict=True)):
             logprobs = self._logprobs(choice.tokens, offset)
             if self.chat:
-                message = {"role": "assistant", "content": choice.text, "refusal": None}
+                message = _message(choice)
                 body: Json = {"index": index, "message": message, "logprobs": logprobs}
             else:
                 body = {"index": index, "text": choice.text, "logprobs": logprobs}
@@ -164,6 +178,35 @@ class Envelope:
             return piece.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _delta(part: Part | None) -> Json:
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case Call():
+            return {"tool_calls": [{"index": part.index, **_call(part)}]}
+    return {}
+
+
+def _call(call: Call) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _message(choice: WholeChoice) -> Json:
+    if choice.parts is None:
+        return {"role": "assistant", "content": choice.text, "refusal": None}
+    calls = [_call(part) for part in choice.parts if isinstance(part, Call)]
+    content = "".join(part.text for part in choice.parts if isinstance(part, Content))
+    reasoning = "".join(part.text for part in choice.parts if isinstance(part, Reasoning))
+    message: Json = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def fingerprint(model: ModelInfo) -> str:

@@ -19,6 +19,7 @@ from shardline.errors import ShardlineError
 from shardline.gateway.json_body import decode_body, refuse, unsupported
 from shardline.gateway.messages import Message, conversation
 from shardline.gateway.structured import ResponseFormat, grammar_of
+from shardline.gateway.tools_request import Tool, ToolChoice, Tools, tools_of
 from shardline.settings import Settings
 from shardline.wire.messages import BIAS_FORCES, ModelInfo, Sampling
 
@@ -28,6 +29,10 @@ CHOICES = 8
 """Most choices of one prompt (`n`) …"""
 ANSWERS = 64
 """… and of one request, over all its prompts."""
+TEMPLATE_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "chat_template"}
+)
+"""Those that all chat templates are given: no request brings its own."""
 STOPS = 16
 STOP_CHARACTERS = 256
 BIASES = 4096
@@ -120,10 +125,13 @@ class _ChatBody(_Body):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     modalities: list[str] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_format: str | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # OpenAI's, and not supported: here to take their null, and values that ask for nothing (`_NOTHING_ASKED`).
-    tools: msgspec.Raw = msgspec.Raw()
-    tool_choice: msgspec.Raw = msgspec.Raw()
-    parallel_tool_calls: msgspec.Raw = msgspec.Raw()
     functions: msgspec.Raw = msgspec.Raw()
     function_call: msgspec.Raw = msgspec.Raw()
     audio: msgspec.Raw = msgspec.Raw()
@@ -131,23 +139,18 @@ class _ChatBody(_Body):
     prediction: msgspec.Raw = msgspec.Raw()
     prompt_cache_options: msgspec.Raw = msgspec.Raw()
     prompt_cache_retention: msgspec.Raw = msgspec.Raw()
-    reasoning_effort: msgspec.Raw = msgspec.Raw()
     verbosity: msgspec.Raw = msgspec.Raw()
     web_search_options: msgspec.Raw = msgspec.Raw()
 
 
 _NOTHING_ASKED = {
-    "tools": "[]",
     "functions": "[]",
-    "tool_choice": '"none"',
     "function_call": '"none"',
-    "parallel_tool_calls": "null",
     "audio": "null",
     "moderation": "null",
     "prediction": "null",
     "prompt_cache_options": "null",
     "prompt_cache_retention": "null",
-    "reasoning_effort": "null",
     "verbosity": "null",
     "web_search_options": "null",
 }
@@ -192,6 +195,11 @@ class ChatRequest:
     """For the chat template: content is always a string."""
     continued: bool
     """The last message is the assistant's: its text is continued."""
+    tools: Tools | None = None
+    """None: none may be called."""
+    inline_reasoning: bool = False
+    variables: dict[str, Any]
+    """Of this model's chat template alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +228,28 @@ def chat_request(body: bytes) -> ChatRequest:
     limits = [limit for limit in (sent.max_tokens, sent.max_completion_tokens) if limit is not None]
     asked = _asked(sent, logprobs=logprobs, max_tokens=min(limits, default=None))
     messages, continued = conversation(sent.messages)
-    return ChatRequest(asked=asked, messages=messages, continued=continued)
+    return ChatRequest(
+        asked=asked,
+        messages=messages,
+        continued=continued,
+        tools=tools_of(sent.tools, sent.tool_choice, sent.parallel_tool_calls),
+        inline_reasoning=_inline(sent.reasoning_format),
+        variables=_variables(sent),
+    )
+
+
+def _inline(reasoning_format: str | None) -> bool:
+    if reasoning_format not in (None, "auto", "deepseek", "none"):
+        unsupported("reasoning_format", "'reasoning_format' may be auto, deepseek or none")
+    return reasoning_format == "none"
+
+
+def _variables(sent: _ChatBody) -> dict[str, Any]:
+    given = sent.chat_template_kwargs or {}
+    for name in given:
+        if name in TEMPLATE_VARIABLES or not name.isidentifier() or name.startswith("_"):
+            refuse("chat_template_kwargs", f"'chat_template_kwargs' cannot give '{name[:40]}'")
+    return given if sent.reasoning_effort is None else {**given, "reasoning_effort": sent.reasoning_effort}
 
 
 def text_request(body: bytes) -> TextRequest:

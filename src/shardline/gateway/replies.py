@@ -20,6 +20,7 @@ from shardline.gateway.choices import Added, Choice, Ended, Events, opened, runn
 from shardline.gateway.completions import Prepared
 from shardline.gateway.detokenize import ShownToken
 from shardline.gateway.openai_answers import Json, Usage, WholeChoice, prompt_progress, timings
+from shardline.gateway.tools_parts import Part
 from shardline.settings import Settings
 from shardline.transport.bodies import send_json
 from shardline.wire.telemetry import TelemetryEvent
@@ -61,6 +62,7 @@ class Reply:
     async def _whole(self) -> Json:
         texts = [[echo] for echo in self._prepared.echoes]
         tokens: list[list[ShownToken]] = [[] for _ in self._choices]
+        parts: list[list[Part] | None] = [None for _ in self._choices]
         reasons = [""] * len(self._choices)
         left = len(self._choices)
         async with running(self._choices, limit_s=self._settings.control_s) as events:
@@ -71,13 +73,15 @@ class Reply:
                     if isinstance(event, Added):
                         texts[event.index].append(event.delta.text)
                         tokens[event.index].extend(event.delta.tokens)
+                        if event.parts is not None:
+                            parts[event.index] = [*(parts[event.index] or ()), *event.parts]
                     else:
                         reasons[event.index] = event.reason
                         left -= 1
         telemetry = [choice.generation.telemetry() for choice in self._choices]
         wholes = [
-            WholeChoice(text="".join(text), tokens=shown, finish_reason=reason, telemetry=view)
-            for text, shown, reason, view in zip(texts, tokens, reasons, telemetry, strict=True)
+            WholeChoice(text="".join(text), tokens=shown, finish_reason=reason, telemetry=view, parts=read)
+            for text, shown, reason, view, read in zip(texts, tokens, reasons, telemetry, parts, strict=True)
         ]
         usage = usage_of(self._prepared, self._choices)
         answer = self._envelope.whole(wholes, usage, offsets=[len(echo) for echo in self._prepared.echoes])
@@ -170,10 +174,21 @@ class StreamedReply:
             # The end of the prefill, should the first token have overtaken it.
             out = self._prompt_progress(index, self._choices[index].generation.telemetry())
         self._delivered += len(delta.tokens)
-        chunk = self._envelope.delta(index, delta.text, delta.tokens, offset=len(self._prepared.echoes[index]))
-        if self._asked.timings_per_token:
-            chunk["timings"] = timings_of(self._choices[index])
-        return out + sse.data(chunk)
+        for chunk in self._chunks(event):
+            if self._asked.timings_per_token:
+                chunk["timings"] = timings_of(self._choices[index])
+            out += sse.data(chunk)
+        return out
+
+    def _chunks(self, event: Added) -> list[Json]:
+        """One; or one a part, the tokens with the first."""
+        index, delta = event.index, event.delta
+        if event.parts is None:
+            offset = len(self._prepared.echoes[index])
+            return [self._envelope.delta(index, delta.text, delta.tokens, offset=offset)]
+        told = delta.tokens if self._envelope.logprobs is not None else ()
+        parts: list[Part | None] = [*event.parts] or ([None] if told else [])
+        return [self._envelope.part(index, part, () if n else told) for n, part in enumerate(parts)]
 
     def _ended(self, event: Ended) -> bytes:
         choice = self._choices[event.index]
@@ -238,6 +253,7 @@ def usage_of(prepared: Prepared, choices: Sequence[Choice]) -> Usage:
         prompt_tokens=prepared.prompt_tokens,
         completion_tokens=sum(choice.generated for choice in choices),
         cached_tokens=sum(choice.generation.telemetry().prefill.cached for choice in firsts),
+        reasoning_tokens=sum(choice.reasoned for choice in choices),
     )
 
 

@@ -108,8 +108,17 @@ class Templates:
             for process in self._idle:
                 await process.end()
 
-    async def prompt(self, vocabulary: Vocabulary, messages: Sequence[Mapping[str, Any]], *, continued: bool) -> str:
-        """The text that the model reads. `continued`: it ends where the last message's text ends.
+    async def prompt(
+        self,
+        vocabulary: Vocabulary,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continued: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the model reads. `continued`: it ends where the last message's text ends. `more`: variables of
+        this template alone, which stand back behind those that all have.
 
         Raises `template_error` with the template's own words, where it has some.
         """
@@ -124,11 +133,12 @@ class Templates:
             mark = "SHARDLINE" + secrets.token_hex(8)
             shown[-1] = {**shown[-1], "content": shown[-1]["content"] + mark}
         variables = {
+            **(more or {}),
             "messages": shown,
             "add_generation_prompt": not continued,
             "bos_token": vocabulary.control_text(bundle.bos),
             "eos_token": vocabulary.control_text(bundle.eos),
-            "tools": None,
+            "tools": list(tools) if tools else None,
             "documents": None,
         }
         text = await self.render(vocabulary.digest, template, variables)

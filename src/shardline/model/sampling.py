@@ -106,7 +106,7 @@ class Sampler:
         end_ids: Collection[int] = (),
         constraint: Constraint | None = None,
     ) -> None:
-        """`end_ids`: end-of-generation ids of the model. `constraint`: of `sampling.grammar`. Raises `invalid_value`."""
+        """`end_ids`: end-of-generation ids of the model. `constraint`: of its grammar. Raises `invalid_value`."""
         check(sampling, vocab_size)
         self._sampling = sampling
         self._vocab_size = vocab_size

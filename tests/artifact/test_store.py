@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shardline.artifact.bundle import Bundle, TrustPolicy
 from shardline.artifact.locks import Claims
 from shardline.artifact.piece_writer import PieceWriter
 from shardline.artifact.store import Store, StoredArtifact
+from shardline.artifact.stored_file import RECORD_BYTES_LIMIT
 from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
 from tests.support.artifacts import change_manifest
@@ -145,6 +147,22 @@ def test_a_damaged_record_claims_nothing(artifact: StoredArtifact, model: Path, 
     assert not file.held()
     filled(artifact, model, {0: [1]})
     assert list(file.held()) == [1]
+
+
+def test_a_record_of_any_size_costs_no_more_memory_than_it_may(artifact: StoredArtifact, model: Path) -> None:
+    filled(artifact, model)
+    file = artifact.files[0]
+    record = file.data_path.parent.parent / "held" / file.name
+    tracemalloc.start()
+    try:
+        os.utime(record)
+        assert len(file.held()) == file.count
+        with record.open("r+b") as huge:
+            huge.truncate(RECORD_BYTES_LIMIT + 1)
+        assert not file.held()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_bit_that_the_disk_invented_is_not_believed(artifact: StoredArtifact, model: Path) -> None:

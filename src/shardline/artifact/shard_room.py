@@ -1,4 +1,4 @@
-"""Whether a disk has room for a Shard's pieces and for the Shard file that is made of them, before the first is fetched.
+"""Whether a disk has room for a Shard's pieces and for the Shard file made of them, before the first is fetched.
 
 Owns that sum: where both lie on one disk the fetch must leave room for the file; on two disks the file must fit on its
 own. What is there already is not counted. Blocking, writes nothing. Shown by tests/artifact/test_shard_room.py.

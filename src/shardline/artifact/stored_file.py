@@ -277,7 +277,11 @@ class StoredFile:
     def _read_record(self) -> Record | None:
         try:
             with self._record_path.open("rb") as file:
-                record = msgspec.json.decode(file.read(RECORD_BYTES_LIMIT), type=Record)
+                # Only as much memory as it has bytes: a read of "at most 64 MiB" takes all of them at once.
+                size = os.fstat(file.fileno()).st_size
+                if size > RECORD_BYTES_LIMIT:
+                    raise ValueError(f"it has {size} bytes")
+                record = msgspec.json.decode(file.read(size), type=Record)
             if record.version != 1 or record.size != self.tree.size or record.piece_length < 1:
                 raise ValueError("it is about another file")
             Pieces.from_bytes(-(-record.size // record.piece_length), record.pieces)

@@ -1,7 +1,8 @@
 """What one chat answer is read as, and kept to: the style, marks, thinking and grammar of its model and its request.
 
 Owns the choice that follows from a chat template, a prompt and a request. How calls look is tools_styles.py's, how
-they are read tools_harmony.py's and reasoning.py's. Pure. Shown by tests/gateway/test_tools_answer.py.
+they are read tools_harmony.py's and reasoning.py's. Pure. Shown by tests/cases/test_tool_answers.py and
+tests/gateway/test_tools_grammar.py.
 """
 
 from __future__ import annotations

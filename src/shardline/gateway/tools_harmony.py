@@ -2,7 +2,7 @@
 
 Owns the headers of messages and what becomes of each: analysis is reasoning, what is addressed to a function of the
 request is a call, all else is content. A call that does not read as one is content. Pure.
-Shown by tests/gateway/test_tools_harmony.py.
+Shown by tests/gateway/test_tools_styles.py.
 """
 
 from __future__ import annotations

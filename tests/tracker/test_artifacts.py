@@ -8,6 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
+from shardline.tracker.artifacts import BURST, PACE_S
 from shardline.tracker.bounds import ADVERTISEMENT_LIMIT
 from shardline.tracker.challenges import Subject
 from shardline.tracker.state import TrackerState
@@ -145,6 +146,28 @@ async def test_an_old_advertisement_is_not_taken_again(network: Network, state: 
         error = refusal(state, node, text)
         assert (error.code, error.param) == ("invalid_value", "sequence")
     assert info(state).coverage == [0] * LAYERS
+
+
+async def test_a_flood_of_one_node_is_refused_and_costs_others_nothing(
+    network: Network, state: TrackerState, offered: Offered
+) -> None:
+    node, other = await seeder(network, state), await seeder(network, state)
+    took, refused = 0, set()
+    for number in range(200):
+        files = [] if number % 2 else offered.files()
+        network.clock.advance(0.01)
+        text = statement(node, advertisement(node, offered, state.clock.unix(), files=files))
+        try:
+            state.advertise(node.id, text)
+            took += 1
+        except ShardlineError as error:
+            refused.add(error.code)
+    assert refused == {"queue_full"} and took <= BURST + 3
+    advertise(state, other, offered)
+    assert info(state).coverage == [1] * LAYERS or info(state).coverage == [2] * LAYERS
+    network.clock.advance(BURST * PACE_S)
+    advertise(state, node, offered)
+    assert info(state).coverage == [2] * LAYERS, "who keeps the pace again is heard again"
 
 
 async def test_it_is_true_for_a_minute_by_the_clock_of_the_tracker(

@@ -21,6 +21,7 @@ from shardline.tracker.registry import NodeRecord, Registry
 from shardline.tracker.selection import Candidate
 from shardline.transport.addresses import host_port, split_url
 from shardline.wire.artifacts import (
+    ADVERTISE_PAUSE_S,
     Advertisement,
     ArtifactInfo,
     ArtifactList,
@@ -34,6 +35,10 @@ SOURCES_LIMIT = 64
 """Sources that are named to one Node at a time."""
 ACCUSED_LIMIT = 16
 """Nodes that one advertisement is believed about."""
+PACE_S = ADVERTISE_PAUSE_S / 2
+"""Advertisements of one artifact by one Node are taken at this pace: twice as often as any is due, …"""
+BURST = 8
+"""… but for so many at once: a Node that restarts, a network that held some back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +62,16 @@ class Catalogue:
         self._docket = docket
         self._advertised: dict[Subject, Advertised] = {}
         self._sequences: dict[Subject, int] = {}
+        self._paced: dict[Subject, float] = {}
+        """When its next advertisement would come, had they come at the pace."""
 
     # What Nodes say.
 
     def take(self, said: Advertisement, lasts_s: float, now: float) -> None:
         """Take an advertisement that is verified (`admission.open_advertisement`).
 
-        `not_found` for what is not offered here, `invalid_value` for one that is not newer, or not of this artifact.
+        `not_found` for what is not offered here, `invalid_value` for one that is not newer, or not of this artifact;
+        `queue_full` where they come too fast.
         """
         offer = self.offer(said.content_id)
         subject = Subject(said.node, said.content_id)
@@ -72,6 +80,7 @@ class Catalogue:
             raise ShardlineError(
                 "invalid_value", f"advertisement {said.sequence} is not newer than {known}", param="sequence"
             )
+        self._check_pace(subject, now)
         if said.fetching is not None and said.fetching.last > offer.n_layers:
             raise ShardlineError("invalid_value", f"the model has {offer.n_layers} layers", param="fetching")
         held = offer.held(said.files)
@@ -88,6 +97,14 @@ class Catalogue:
         for node in said.accused[:ACCUSED_LIMIT]:
             if node != said.node:
                 self._docket.suspect(Subject(node, said.content_id), now)
+
+    def _check_pace(self, subject: Subject, now: float) -> None:
+        due = max(now, self._paced.get(subject, now))
+        if due - now >= BURST * PACE_S:
+            raise ShardlineError(
+                "queue_full", f"advertisements of {subject.content_id} come too fast from this Node", retry_after=1
+            )
+        self._paced[subject] = due + PACE_S
 
     def suspect(self, node: str, now: float) -> None:
         """What a Node computes is wrong: perhaps because of what it computes with."""
@@ -110,6 +127,7 @@ class Catalogue:
             for content_id in self.offers:
                 self._advertised.pop(Subject(node, content_id), None)
                 self._sequences.pop(Subject(node, content_id), None)
+                self._paced.pop(Subject(node, content_id), None)
 
     # What follows.
 

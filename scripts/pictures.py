@@ -37,7 +37,7 @@ SCRIPT = {
     "n_layers": 30,
     "answer": [f" {word}" for word in ANSWER.split(" ")],
     "decode_ms": 18,
-    "prefill_ms_per_row": 3,
+    "prefill_ms_per_row": 8,
 }
 
 
@@ -78,6 +78,7 @@ async def pictures(cluster: Cluster, browser: Any, folder: Path) -> None:
         cluster.nodes[2].signal(signal.SIGKILL)
         await tab.page.wait_for_selector(".failure")
         await tab.page.wait_for_selector(".hop.lost")
+        await tab.page.wait_for_timeout(700)  # colours change slowly
         await take(tab, folder / "node-lost.png")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from shardline.errors import ShardlineError
 from shardline.gateway.cluster_view import ClusterView
+from shardline.gateway.keys import ApiKey, unknown_key
 from shardline.gateway.live import Joining, Live
 from shardline.gateway.sse import EventResponse
 from shardline.settings import Settings
@@ -27,6 +28,8 @@ class Reader:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.ended = False
+        self.over = False
+        """Whether the application had returned, or failed, before its reader went."""
         self.stalled = False
         self._news = asyncio.Event()
 
@@ -55,6 +58,7 @@ class Stand:
         self.settings = Settings(client_stall_s=0.2)
         self.records = Records(self.settings)
         self.answers = Answers()
+        self.keys: dict[str, ApiKey] = {}
         self.live = Live(
             records=self.records,
             cluster=ClusterView(self.answers, self.answers.models),
@@ -64,14 +68,21 @@ class Stand:
             joining=Joining(tracker="http://127.0.0.1:7070", keys=False, is_local=True),
         )
 
+    def _key(self, key_id: str) -> ApiKey:
+        if key_id not in self.keys:
+            raise unknown_key()
+        return self.keys[key_id]
+
     @asynccontextmanager
     async def reading(self, key_id: str) -> AsyncIterator[Reader]:
         reader = Reader()
         response = EventResponse(reader.send, stall_s=self.settings.client_stall_s)
-        task = asyncio.create_task(self.live.follow(key_id, response))
+        self.keys.setdefault(key_id, ApiKey(name=key_id, digest=""))
+        task = asyncio.create_task(self.live.follow(lambda: self._key(key_id), response))
         try:
             yield reader
         finally:
+            reader.over = task.done()
             task.cancel()
             await asyncio.wait({task})
 
@@ -128,8 +139,31 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     reader = Reader()
     reader.stalled = True
     with pytest.raises(ShardlineError) as caught:
-        await stand.live.follow("mine", EventResponse(reader.send, stall_s=0.05))
+        await stand.live.follow(lambda: ApiKey(name="mine", digest=""), EventResponse(reader.send, stall_s=0.05))
     assert caught.value.code == "slow_client"
+
+
+async def test_a_key_without_the_scope_sees_models_and_its_own_sessions() -> None:
+    stand = Stand()
+    stand.keys["mine"] = ApiKey(name="mine", digest="", scopes=("generate",))
+    async with stand.reading("mine") as reader:
+        (hello,) = await reader.until("hello")
+        assert hello["scopes"] == ["generate"]
+        await reader.until("sessions")
+        await reader.until("tracker", 2)
+        assert {name for name, _ in reader.events} == {"hello", "sessions", "tracker", "models"}
+
+
+async def test_a_key_that_is_revoked_hears_no_more() -> None:
+    stand = Stand()
+    async with stand.reading("mine") as reader:
+        await reader.until("tracker")
+        del stand.keys["mine"]
+        before = asyncio.all_tasks()
+        async with asyncio.timeout(5):
+            while len(asyncio.all_tasks()) >= len(before):
+                await asyncio.sleep(0.02)
+    assert reader.over and not reader.ended  # broken off, which no reader takes for an end
 
 
 async def test_nothing_is_asked_while_nobody_looks() -> None:

@@ -7,7 +7,7 @@ import { h } from "./dom.js";
 import { count, counted, layers, ms, percent, rate, share } from "./format.js";
 import { announce, copyButton, legend } from "./parts.js";
 import { routeView, shownRoute } from "./route.js";
-import { changed, state } from "./store.js";
+import { changed, may, state } from "./store.js";
 import { PHASES, circumstances, sentence, titleOf } from "./words.js";
 
 let told = "";
@@ -148,6 +148,8 @@ function curl() {
   return `curl -N ${url} -H 'Content-Type: application/json' -H "Authorization: Bearer $SHARDLINE_KEY" -d '${body}'`;
 }
 
+const canAsk = () => Boolean(model()) && may("generate");
+
 function composer(answer, session) {
   const running = isRunning();
   return h(
@@ -161,7 +163,7 @@ function composer(answer, session) {
       h("textarea", { id: "prompt", rows: "1", placeholder: "Message", autocomplete: "off", value: chat.draft, oninput: typed, onkeydown: keys, ref: grow }),
       running
         ? h("button", { type: "button", class: "stop", key: "stop", id: "stop", onclick: () => stopNow() }, "Stop")
-        : h("button", { type: "submit", class: "send", key: "send", id: "send", disabled: !chat.draft.trim() || !model() }, "Send"),
+        : h("button", { type: "submit", class: "send", key: "send", id: "send", disabled: !chat.draft.trim() || !canAsk() }, "Send"),
     ),
     settingsView(),
   );
@@ -170,6 +172,7 @@ function composer(answer, session) {
 function statusLine(answer, session) {
   if (session) return [h("strong", { class: `phase phase-${session.phase}` }, PHASES[session.phase]), h("span", {}, sentence(session))];
   if (answer?.state === "streaming") return [h("strong", { class: "phase" }, "Sent"), h("span", {}, "waits for the Gateway")];
+  if (!may("generate")) return [h("span", {}, `The key ${state.hello.key} does not have the scope "generate": it may look, not ask.`)];
   return [h("span", { class: "dim" }, "Enter sends, Shift+Enter is a new line, Escape stops.")];
 }
 
@@ -194,7 +197,7 @@ function settingsView() {
 function submit(event) {
   event.preventDefault();
   const text = chat.draft.trim();
-  if (!text || isRunning() || !model()) return;
+  if (!text || isRunning() || !canAsk()) return;
   chat.draft = "";
   follows = true;
   ask(text);

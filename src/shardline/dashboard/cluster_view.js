@@ -4,29 +4,36 @@
 import { h } from "./dom.js";
 import { bytes, count, counted, layers, machine, ms, percent, rate, seconds, share, short } from "./format.js";
 import { meter, nodeName, pill } from "./parts.js";
-import { isLive, isOld, now, state } from "./store.js";
+import { isLive, isOld, may, now, state } from "./store.js";
 
 const KIND = { ready: "good", loading: "busy", testing: "busy", draining: "busy", leaving: "busy", failed: "bad", out: "bad", expired: "bad", expelled: "bad", left: "quiet" };
 
 export function clusterView() {
-  const { models, nodes, artifacts, routes, tracker } = state.cluster;
-  return [
-    h("h1", { key: "title" }, "Cluster"),
-    oldNotice(tracker),
-    nodes === null
-      ? h("p", { class: "empty", key: "wait" }, "Asking the Tracker …")
-      : h(
-          "div",
-          { class: isOld() ? "old" : "", key: "all" },
-          summary(models ?? [], nodes),
-          h("section", { class: "panel", "aria-labelledby": "h-layers" }, h("h2", { id: "h-layers" }, "Layers"), layerMaps(models ?? [], nodes)),
-          h("section", { class: "panel", "aria-labelledby": "h-nodes" }, h("h2", { id: "h-nodes" }, "Nodes"), nodeCards(nodes)),
-          h("section", { class: "panel", "aria-labelledby": "h-reach" }, h("h2", { id: "h-reach" }, "Who reaches whom"), reach(nodes)),
-          h("section", { class: "panel", "aria-labelledby": "h-artifacts" }, h("h2", { id: "h-artifacts" }, "Model Artifacts"), artifactViews(artifacts)),
-          h("section", { class: "panel", "aria-labelledby": "h-why" }, h("h2", { id: "h-why" }, "Why this route"), routes?.length ? routes.map(explanation) : h("p", { class: "empty" }, "No model is served, so there is nothing to explain.")),
-        ),
-  ];
+  const { nodes, tracker } = state.cluster;
+  return [h("h1", { key: "title" }, "Cluster"), oldNotice(tracker), nodes === null || !may("look") ? nothingYet() : all()];
 }
+
+function nothingYet() {
+  if (may("look")) return h("p", { class: "empty", key: "wait" }, "Asking the Tracker …");
+  return h("p", { class: "notice", key: "no" }, `The key ${state.hello.key} does not have the scope "look", which shows the cluster.`);
+}
+
+function all() {
+  const { models, nodes, artifacts, routes } = state.cluster;
+  const why = routes?.length ? routes.map(explanation) : h("p", { class: "empty" }, "No model is served, so there is nothing to explain.");
+  return h(
+    "div",
+    { class: isOld() ? "old" : "", key: "all" },
+    summary(models ?? [], nodes),
+    panel("layers", "Layers", layerMaps(models ?? [], nodes)),
+    panel("nodes", "Nodes", nodeCards(nodes)),
+    panel("reach", "Who reaches whom", reach(nodes)),
+    panel("artifacts", "Model Artifacts", artifactViews(artifacts)),
+    panel("why", "Why this route", why),
+  );
+}
+
+const panel = (name, title, content) => h("section", { class: "panel", key: name, "aria-labelledby": `h-${name}` }, h("h2", { id: `h-${name}` }, title), content);
 
 function oldNotice(tracker) {
   if (!isOld()) return null;
@@ -49,7 +56,7 @@ function summary(models, nodes) {
     tile("Nodes", `${ready} of ${nodes.length}`, "ready", ready < there.length),
     tile("Models", `${whole} of ${models.length}`, gap ? `${gap.model} lacks ${gap.missing.map(layers).join(", ") || "a way"}` : "whole", Boolean(gap)),
     tile("KV promised", percent(kv.used, kv.all), `${count(kv.used)} of ${counted(kv.all, "token")}`),
-    tile("Your sessions", count(live), "running"),
+    tile("Sessions", count(live), state.hello?.key === "anybody" ? "running" : "of this key, running"),
   );
 }
 

@@ -17,12 +17,13 @@ export function sessionsView() {
   const ended = all.filter((session) => !isLive(session));
   return [
     h("h1", { key: "title" }, "Sessions"),
-    h("div", { class: "line", key: "legend" }, h("p", { class: "dim" }, "Of this API key; one whole bar is the life of one session."), legend("queued", "routing", "opening", "prefill", "decode")),
+    h("div", { class: "line", key: "legend" }, h("p", { class: "dim" }, `${whose()} One whole bar is the life of one session.`), legend("queued", "routing", "opening", "prefill", "decode")),
     h("section", { class: "panel", key: "live", "aria-labelledby": "h-live" }, h("h2", { id: "h-live" }, `Running (${live.length})`), list(live, "None now.")),
     h("section", { class: "panel", key: "ended", "aria-labelledby": "h-ended" }, h("h2", { id: "h-ended" }, `Ended within the hour (${ended.length})`), list(ended, "None.")),
   ];
 }
 
+const whose = () => (state.hello?.key === "anybody" ? "Of everybody: this Gateway asks for no API key." : `Of the API key ${state.hello?.key ?? ""}.`);
 const list = (sessions, none) => (sessions.length ? h("ul", { class: "sessions" }, sessions.map(sessionView)) : h("p", { class: "empty" }, none));
 
 function sessionView(session) {

@@ -73,4 +73,7 @@ export function isOld() {
   return state.link.state !== "live" || (tracker !== null && tracker.error !== null);
 }
 
+/** What our key may do: `generate`, `look`. */
+export const may = (scope) => state.hello?.scopes.includes(scope) ?? true;
+
 export const nodeOf = (id) => state.cluster.nodes?.find((node) => node.id === id) ?? null;

@@ -8,31 +8,50 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
+from starlette.datastructures import QueryParams
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline.errors import ShardlineError
-from shardline.gateway import sse
+from shardline.gateway import anthropic_requests, responses_requests, sse
+from shardline.gateway.anthropic_answers import MessageWords, with_its_errors
+from shardline.gateway.anthropic_requests import messages_request
+from shardline.gateway.choices import Choice
 from shardline.gateway.clients import Clients
 from shardline.gateway.completions import Completions, Prepared
+from shardline.gateway.dialects import Dialect
 from shardline.gateway.generate_api import Generations, SessionRecords
 from shardline.gateway.keys import ApiKey
 from shardline.gateway.keys import Scope as KeyScope
 from shardline.gateway.live import Live
-from shardline.gateway.openai_answers import layers_text, model_entry
+from shardline.gateway.llama_server_text import LlamaServerText
+from shardline.gateway.openai_answers import Json, layers_text, model_entry
 from shardline.gateway.page import Page
 from shardline.gateway.replies import Reply, usage_of
+from shardline.gateway.responses_answers import ResponseWords
+from shardline.gateway.responses_requests import responses_request
 from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback, parse_address
 from shardline.transport.bodies import ClientLeft, body_of, header, send_body, send_json
 from shardline.transport.boundary import ErrorBoundary
 
 Call = Callable[[Scope, Receive, Send], Awaitable[None]]
+Ask = Callable[[bytes], Awaitable[Json]]
 Prepare = Callable[[bytes, str], Awaitable[Prepared]]
+
+
+class Sending(Protocol):
+    """An answer that can be sent, once."""
+
+    async def send(self, send: Send) -> None: ...
+
+
+MakeReply = Callable[[Prepared, Sequence[Choice], Settings], Sending]
 _ROOT = (
     b"This is a Shardline Gateway.\n\n"
     b"Its API is OpenAI's, below /v1: name that as base URL. GET /v1/models lists what is served, GET /readyz says\n"
@@ -75,6 +94,7 @@ class GatewayApp:
         self._metrics = metrics
         self._live = live
         self._created = int(time.time())
+        self._llama_server = LlamaServerText(completions, generations, settings)
 
     def asgi(self) -> ASGIApp:
         """With the error boundary around it."""
@@ -82,6 +102,12 @@ class GatewayApp:
         routes = [
             ("POST", "/v1/chat/completions", self._chat),
             ("POST", "/v1/completions", self._text),
+            ("POST", "/v1/responses", self._responses),
+            ("POST", "/v1/messages", self._messages),
+            ("POST", "/tokenize", self._tokenize),
+            ("POST", "/detokenize", self._detokenize),
+            ("GET", "/props", self._props),
+            ("GET", "/health", self._health),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{id:path}", self._model),
             ("GET", "/v1/route-sessions", self._sessions),
@@ -112,7 +138,44 @@ class GatewayApp:
     async def _text(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._complete(scope, receive, send, self._completions.text)
 
-    async def _complete(self, scope: Scope, receive: Receive, send: Send, prepare: Prepare) -> None:
+    async def _responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = Dialect(self._completions, _response_of, responses_requests.NAMES)
+        await self._complete(scope, receive, send, asked.prepare, asked.reply)
+
+    async def _messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = Dialect(self._completions, _message_of, anthropic_requests.NAMES)
+        call = partial(self._complete, prepare=asked.prepare, make=asked.reply)
+        await with_its_errors(call, scope, receive, send)
+
+    async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._asked(scope, receive, send, self._llama_server.tokenize)
+
+    async def _detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._asked(scope, receive, send, self._llama_server.detokenize)
+
+    async def _asked(self, scope: Scope, receive: Receive, send: Send, ask: Ask) -> None:
+        self._client(scope, "generate")
+        _check_json(scope)
+        async with body_of(receive, scope, self._settings.api_body_bytes, copies=_COPIES) as body:
+
+            async def answer() -> None:
+                await send_json(send, await ask(body.data))
+
+            await while_connected(receive, answer())
+
+    async def _props(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._principal(scope)
+        name = QueryParams(scope["query_string"]).get("model")
+        await send_json(send, await self._llama_server.props(name))
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As llama-server says that a model can be used, else as `/readyz` says why not."""
+        await self._ready()
+        await send_json(send, {"status": "ok"})
+
+    async def _complete(
+        self, scope: Scope, receive: Receive, send: Send, prepare: Prepare, make: MakeReply = Reply
+    ) -> None:
         key = self._client(scope, "generate")
         _check_json(scope)
         with self._clients.admitted(key):
@@ -121,15 +184,15 @@ class GatewayApp:
                 async def answer() -> None:
                     prepared = await prepare(body.data, key.name)
                     body.free()
-                    await self._reply(key, prepared, send)
+                    await self._reply(key, prepared, send, make)
 
                 await while_connected(receive, answer())
 
-    async def _reply(self, key: ApiKey, prepared: Prepared, send: Send) -> None:
+    async def _reply(self, key: ApiKey, prepared: Prepared, send: Send, make: MakeReply) -> None:
         """The answer, and in the books of its key what it has cost, however it ends."""
         choices = prepared.start(self._generations)
         try:
-            await Reply(prepared, choices, self._settings).send(send)
+            await make(prepared, choices, self._settings).send(send)
         finally:
             cost = usage_of(prepared, choices)
             if cost.completion_tokens:  # else no Node has done anything worth a line
@@ -181,10 +244,11 @@ class GatewayApp:
         await while_connected(receive, follow())
 
     async def _follow(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key_id = self._principal(scope, "look")
+        self._client(scope, None)
         if self._live is not None:
             response = sse.EventResponse(send, stall_s=self._settings.client_stall_s)
-            await while_connected(receive, self._live.follow(key_id, response))
+            # The key is looked at again and again: it may be revoked while its stream is open.
+            await while_connected(receive, self._live.follow(lambda: self._client(scope, None), response))
 
     async def _root(self, scope: Scope, receive: Receive, send: Send) -> None:
         """For whoever opens the address itself: what this is, and where to go on."""
@@ -196,6 +260,9 @@ class GatewayApp:
 
     async def _readyz(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ready: at least one model has a whole route."""
+        await send_json(send, {"status": "ready", "models": await self._ready()})
+
+    async def _ready(self) -> list[str]:
         models = await self._generations.models()
         ready = sorted({model.model for model in models if model.ready})
         if not ready:
@@ -207,7 +274,7 @@ class GatewayApp:
                 missing=gaps,
                 retry_after=1,
             )
-        await send_json(send, {"status": "ready", "models": ready})
+        return ready
 
     async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_body(send, 200, self._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
@@ -218,7 +285,7 @@ class GatewayApp:
     def _client(self, scope: Scope, needs: KeyScope | None) -> ApiKey:
         if not self._clients.ask_for_keys:
             _check_host(scope)
-        return self._clients.client(header(scope, b"authorization"), needs)
+        return self._clients.client(_credential(scope), needs)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -270,6 +337,23 @@ def _check_host(scope: Scope) -> None:
         raise ShardlineError(
             "forbidden", f"the Host '{name[:80]}' is not this machine: a Gateway with a name needs keys"
         )
+
+
+def _response_of(body: bytes) -> tuple[Json, Callable[[], ResponseWords]]:
+    chat, asked = responses_request(body)
+    return chat, partial(ResponseWords, asked)
+
+
+def _message_of(body: bytes) -> tuple[Json, Callable[[], MessageWords]]:
+    chat, model = messages_request(body)
+    return chat, partial(MessageWords, model)
+
+
+def _credential(scope: Scope) -> str | None:
+    """The Authorization field, or what Anthropic's clients send instead of one."""
+    key = header(scope, b"x-api-key")
+    authorization = header(scope, b"authorization")
+    return f"Bearer {key}" if authorization is None and key is not None else authorization
 
 
 def _last_event_id(scope: Scope) -> int:

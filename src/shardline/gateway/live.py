@@ -1,8 +1,8 @@
 """`GET /v1/live`: all that the page shows, as one stream of server-sent events, so that it needs one connection.
 
-Owns which event is sent when: `hello` once, then `sessions` of the key that asks, and the parts of the cluster
-(cluster_view.py), each whole and only when it has changed. Every event replaces what an earlier one said, so that a
-reader that comes anew has missed nothing. Shown by tests/gateway/test_live.py; described in docs/page.md.
+Owns which event is sent when: `hello` once, then `sessions` of the key that asks, and the parts of the cluster that it
+may see (cluster_view.py), each whole and only when it has changed. Every event replaces what an earlier one said, so
+that a reader that comes anew has missed nothing. Shown by tests/gateway/test_live.py; described in docs/page.md.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,11 +18,14 @@ import msgspec
 from shardline.errors import ShardlineError
 from shardline.gateway import sse
 from shardline.gateway.cluster_view import FRESH_S, ClusterView
+from shardline.gateway.keys import ApiKey
 from shardline.settings import Settings
 from shardline.telemetry.records import Records
 
 SESSIONS = 200
 """Of sessions that have ended, at most so many are shown; the live ones are always."""
+FOR_ALL = frozenset({"tracker", "models"})
+"""What a key sees of the cluster without the scope `look`: as much as `GET /v1/models` tells."""
 PAUSE_S = 0.1
 """Between two events about sessions: what changes faster is put together."""
 _encoder = msgspec.json.Encoder()
@@ -46,6 +50,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     gateway: str
     key: str
+    """Name of the key that asks."""
+    scopes: list[str]
     time: float
     """Unix seconds at the Gateway, by which a reader knows how far its own clock is off."""
     record_ttl_s: float
@@ -78,25 +84,28 @@ class Live:
         """Every stream ends, also those that begin from now on."""
         self._closed.set()
 
-    async def follow(self, key_id: str, response: sse.EventResponse) -> None:
-        """Write events for the owner of `key_id` until `close`, or the caller is cancelled. Raises `slow_client`."""
+    async def follow(self, key: Callable[[], ApiKey], response: sse.EventResponse) -> None:
+        """Write events for the owner of `key` until `close`, or the caller is cancelled. Raises `slow_client`, and what
+        `key` raises: it is asked each second."""
+        known = key()
         await response.start()
-        await response.write(sse.named("hello", _encoder.encode(self._hello(key_id))))
+        await response.write(sse.named("hello", _encoder.encode(self._hello(known))))
         async with asyncio.TaskGroup() as tasks:
             followers = [
-                tasks.create_task(self._sessions(key_id, response)),
-                tasks.create_task(self._parts(response)),
+                tasks.create_task(self._sessions(known.name, response)),
+                tasks.create_task(self._parts(key, response)),
             ]
             await self._closed.wait()
             for follower in followers:
                 follower.cancel()
         await response.end()
 
-    def _hello(self, key_id: str) -> Hello:
+    def _hello(self, key: ApiKey) -> Hello:
         return Hello(
             version=self._version,
             gateway=self._gateway,
-            key=key_id,
+            key=key.name,
+            scopes=list(key.scopes),
             time=round(time.time(), 3),
             record_ttl_s=self._settings.record_ttl_s,
             default_max_tokens=self._settings.default_max_tokens,
@@ -117,12 +126,15 @@ class Live:
                 await response.write(_of_sessions(changed))
                 await asyncio.sleep(PAUSE_S)
 
-    async def _parts(self, response: sse.EventResponse) -> None:
+    async def _parts(self, key: Callable[[], ApiKey], response: sse.EventResponse) -> None:
         sent: dict[str, bytes] = {}
         loop = asyncio.get_running_loop()
         while True:
             begun = loop.time()
+            looks = "look" in key().scopes
             for name, body in (await self._cluster.look()).items():
+                if name not in FOR_ALL and not looks:
+                    continue
                 # `tracker` goes each time: by it a reader knows that the rest is not old.
                 if name == "tracker" or sent.get(name) != body:
                     await response.write(sse.named(name, body))

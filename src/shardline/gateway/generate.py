@@ -449,7 +449,9 @@ class RouteGenerations:
         self._count(record)
 
     def _count(self, record: Record) -> None:
-        self._metrics.ended(ended_session(record))
+        session = ended_session(record)
+        self._metrics.ended(session)
+        log.info("session_ended", session=record.id, status=session.status, code=session.code, tokens=session.tokens)
 
     # ---- what failed is avoided at once, before the Tracker has heard of it ----------------------------------
 

@@ -18,6 +18,7 @@ from shardline.settings import Settings
 from shardline.telemetry.contained import contained
 from shardline.transport.failures import HttpFailure
 from shardline.transport.http_client import HttpClient
+from shardline.transport.tracing import untraced
 from shardline.wire.messages import Beats
 
 
@@ -51,7 +52,8 @@ class Liveness:
         for url in urls:
             self._nodes[url] += 1
             if url not in self._beating and self._tasks is not None:
-                self._beating[url] = self._tasks.create_task(contained(self._beat(url), "beat"))
+                with untraced():  # it beats for all sessions
+                    self._beating[url] = self._tasks.create_task(contained(self._beat(url), "beat"))
 
     def unwatch(self, session: Watched, urls: list[str]) -> None:
         if session in self._sessions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import secrets
 import time
 from collections import deque
@@ -118,6 +119,8 @@ class RouteSession:
         self._prefix = prefix
         self._start_at = Start()
         self._client = client
+        self._context = contextvars.copy_context()
+        """Of the request: what begins in a socket's read would know nothing of it."""
         self._carrier = carrier
         self._liveness = liveness
         self._record = record
@@ -409,7 +412,7 @@ class RouteSession:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         self._pending_verdict = True
-        self._tasks.create_task(work)
+        self._tasks.create_task(work, context=self._context.copy())
 
     async def next_tokens(self) -> list[Token]:
         """Tokens that came since the last call, at least one; empty when the tail has finished. Raises the failure,

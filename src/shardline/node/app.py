@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
+import structlog
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,6 +35,7 @@ from shardline.transport.tls import may_route
 from shardline.wire.messages import Beats, NodeInfo, OpenSession, StepAck, TokenizeAnswer, TokenizeRequest
 from shardline.wire.steps import decode
 
+log = structlog.get_logger(__name__)
 _ack_encoder = msgspec.json.Encoder()
 _NONCE = re.compile(r"[A-Za-z0-9_-]{8,128}")
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -111,6 +113,7 @@ class NodeApp:
         request = await read_json(receive, scope, OpenSession, self._settings.control_body_bytes)
         ticket = self._gate.admit(request, ticket_key=self._ticket_key(), shard=self._host.description, now=time.time())
         stream = self._host.open(ticket, request)
+        log.info("session_opened", route=ticket.route, layers=[ticket.first, ticket.last], kv_tokens=ticket.kv_tokens)
         key = bytes.fromhex(request.key)
         try:
             headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]

@@ -14,6 +14,7 @@ from email.utils import formatdate
 from typing import Any, TypeVar, cast, get_args
 
 import msgspec
+import structlog
 from prometheus_client import Counter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,6 +34,7 @@ from shardline.transport.tls import is_party, may_route
 from shardline.wire.joining import Expulsion, JoinRequest, Part
 from shardline.wire.messages import Outcome, PlacementRequest, RouteRequest, Signed
 
+log = structlog.get_logger(__name__)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 T = TypeVar("T")
 
@@ -223,7 +225,9 @@ class _Endpoints:
         asked = await self.body(request, RouteRequest)
 
         async def work() -> Any:
-            return self._state.route(asked)
+            answer = self._state.route(asked)
+            log.info("route_given", route=answer.route.id, nodes=[hop.node for hop in answer.route.hops])
+            return answer
 
         return _json(await _counted(self._state.metrics.routes, work()))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import itertools
-import re
 import secrets
 from collections.abc import Callable, Iterable
 
@@ -21,8 +20,8 @@ from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL
 from shardline.transport.addresses import parse_address
 from shardline.transport.bodies import ClientLeft, header, send_body
+from shardline.transport.tracing import trace_of, tracing
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _BY_STATUS = {
     404: ("not_found", "nothing is served at this path"),
     405: ("method_not_allowed", "this path does not have the method"),
@@ -52,7 +51,8 @@ def error_bytes(error: ShardlineError) -> bytes:
 class ErrorBoundary:
     """Outermost application: whatever goes wrong inside leaves as one error object, or as a closed connection.
 
-    The request id is in `scope["state"]["request_id"]` and in the answer's `x-request-id`.
+    The request id is in `scope["state"]["request_id"]`, in the answer's `x-request-id`, in every log line, and in what
+    is asked of other parts meanwhile (tracing.py).
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -64,8 +64,12 @@ class ErrorBoundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, self._request_id(scope))
-        scope.setdefault("state", {})["request_id"] = answer.request_id
+        trace = trace_of(scope["headers"], f"req-{self._prefix}-{next(self._numbers):x}")
+        scope.setdefault("state", {})["request_id"] = trace.request_id
+        with tracing(trace):
+            await self._answer(scope, receive, _Answer(send, trace.request_id))
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:
             await self._app(scope, receive, answer.send)
             await answer.finish()
@@ -84,14 +88,6 @@ class ErrorBoundary:
             # The exception knows this frame, and by it everything that the request held: not before the next collection
             # of garbage would it be free.
             del cause
-
-    def _request_id(self, scope: Scope) -> str:
-        for name, value in scope["headers"]:
-            if name == b"x-request-id":
-                text = value.decode("latin-1")
-                if _REQUEST_ID.fullmatch(text):
-                    return str(text)
-        return f"req-{self._prefix}-{next(self._numbers):x}"
 
 
 def _single(exception: Exception) -> Exception:

@@ -18,6 +18,7 @@ from shardline.transport.answers import Response
 from shardline.transport.connection import Buffer
 from shardline.transport.failures import BrokenResponse, ConnectFailed, HttpFailure, TimedOut
 from shardline.transport.http_client import HttpClient, peer_of
+from shardline.transport.tracing import untraced
 from shardline.wire.messages import StepAck
 
 STEPS_PATH = "/v1/steps"
@@ -58,16 +59,17 @@ class HttpCarrier:
     async def push(
         self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str, fresh: bool = False
     ) -> StepAck:
-        response = await self._client.request(
-            "POST",
-            hop_url + STEPS_PATH,
-            body=pieces,
-            content_type=STEP_TYPE,
-            timeout_s=timeout_s,
-            limit=limit,
-            retry_once=not fresh,
-            fresh=fresh,
-        )
+        with untraced():  # a document has steps of several sessions
+            response = await self._client.request(
+                "POST",
+                hop_url + STEPS_PATH,
+                body=pieces,
+                content_type=STEP_TYPE,
+                timeout_s=timeout_s,
+                limit=limit,
+                retry_once=not fresh,
+                fresh=fresh,
+            )
         return _ack(hop_url, response)
 
     def push_now(self, hop_url: str, pieces: Sequence[Buffer], *, timeout_s: float, limit: str, done: Done) -> bool:

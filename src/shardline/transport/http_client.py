@@ -35,6 +35,7 @@ from shardline.transport.failures import (
 from shardline.transport.lines import LineStream
 from shardline.transport.pool import Origin, Pool
 from shardline.transport.tls import ClusterTls
+from shardline.transport.tracing import trace_fields
 
 __all__ = [
     "BeforeResponse",
@@ -388,6 +389,7 @@ class HttpClient:
         for name, value in headers.items():
             _check_field(name, value)
             lines.append(f"{name}: {value}\r\n")
+        lines.append(trace_fields())
         lines.append("\r\n")
         return origin, ["".join(lines).encode("latin-1"), *pieces]
 

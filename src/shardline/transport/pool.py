@@ -17,6 +17,7 @@ from shardline.transport.addresses import Url, host_port
 from shardline.transport.connection import Connection
 from shardline.transport.failures import BrokenResponse, ConnectFailed, OwnLack, lack
 from shardline.transport.tls import SHUTDOWN_S, ClusterTls, is_party, party_at, reason
+from shardline.transport.tracing import untraced
 
 _CLOSE_S = 2.0
 
@@ -112,15 +113,17 @@ class Pool:
             raise ConnectFailed(origin.peer, "the client is closed")
         origin.open += 1
         try:
-            async with asyncio.timeout(seconds):
-                transport, connection = await loop.create_connection(
-                    lambda: Connection(origin.peer, self._settings.header_bytes, done, gone),
-                    host,
-                    port,
-                    ssl=origin.tls,
-                    server_hostname=None if origin.tls is None else origin.host,
-                    ssl_shutdown_timeout=None if origin.tls is None else SHUTDOWN_S,
-                )
+            # What is read from it later is for whoever uses it then, not for the request that opens it.
+            with untraced():
+                async with asyncio.timeout(seconds):
+                    transport, connection = await loop.create_connection(
+                        lambda: Connection(origin.peer, self._settings.header_bytes, done, gone),
+                        host,
+                        port,
+                        ssl=origin.tls,
+                        server_hostname=None if origin.tls is None else origin.host,
+                        ssl_shutdown_timeout=None if origin.tls is None else SHUTDOWN_S,
+                    )
         except TimeoutError:
             raise ConnectFailed(origin.peer, f"no connection within the limit connect ({seconds:.3g} s)") from None
         except ssl.SSLError as error:

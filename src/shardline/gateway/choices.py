@@ -66,6 +66,11 @@ class Choice:
         self._text = text
         self._reader = reader
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text; None: none has."""
+        return self._text.stopped_by
+
     async def read(self, events: Events) -> None:
         """Read the generation to its end. What goes wrong is told to the reader of `events`, behind the text."""
         try:

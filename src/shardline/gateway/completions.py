@@ -24,6 +24,7 @@ from shardline.gateway.json_body import unsupported
 from shardline.gateway.openai_answers import Envelope, fingerprint, layers_text
 from shardline.gateway.openai_requests import (
     Asked,
+    ChatRequest,
     Prompt,
     chat_request,
     check_vocabulary,
@@ -78,9 +79,13 @@ class Completions:
         self._settings = settings
         self._decoding = asyncio.Semaphore(1)
 
-    async def chat(self, body: bytes, key_id: str) -> Prepared:
-        """`POST /v1/chat/completions`."""
-        request = await self._decoded(chat_request, body)
+    @property
+    def texts(self) -> TextStore:
+        return self._texts
+
+    async def chat(self, body: bytes, key_id: str, decode: Callable[[bytes], ChatRequest] = chat_request) -> Prepared:
+        """`POST /v1/chat/completions`; with another `decode`, what means the same in another API."""
+        request = await self.decoded(decode, body)
         model = await self.model(request.asked.model)
         with self._announced(model, key_id) as session:
             vocabulary = await self._texts.vocabulary(model)
@@ -106,7 +111,7 @@ class Completions:
 
     async def text(self, body: bytes, key_id: str) -> Prepared:
         """`POST /v1/completions`."""
-        request = await self._decoded(text_request, body)
+        request = await self.decoded(text_request, body)
         model = await self.model(request.asked.model)
         for prompt in request.prompts:
             if isinstance(prompt, list):  # one that is too long is not looked through
@@ -119,7 +124,7 @@ class Completions:
             echoes = [_echo(prompt, vocabulary) if request.echo else "" for prompt in request.prompts]
             return self._prepared(asked, model, vocabulary, prompts, echoes, session, key_id, param="prompt")
 
-    async def _decoded(self, decode: Callable[[bytes], T], body: bytes) -> T:
+    async def decoded(self, decode: Callable[[bytes], T], body: bytes) -> T:
         """Large bodies one at a time: several threads at once would leave the event loop hardly a turn."""
         if len(body) <= _INLINE_BYTES:
             return decode(body)

@@ -96,6 +96,8 @@ class TextStream:
         self._waiting: deque[tuple[int, ShownToken]] = deque()
         """Tokens not given out yet, with the number of characters that must be shown before they are."""
         self.stopped = False
+        self.stopped_by: str | None = None
+        """The stop string that is complete."""
 
     def push(self, token: Token) -> Delta:
         start = self._shown + len(self._held)
@@ -124,7 +126,7 @@ class TextStream:
         self._held += text
         match = self._first_stop()
         if match is not None:
-            return self._stop(match)
+            return self._stop(*match)
         keep = self._held_back()
         ready = self._held[: len(self._held) - keep]
         self._held = self._held[len(ready) :]
@@ -134,8 +136,9 @@ class TextStream:
             tokens.append(self._waiting.popleft()[1])
         return Delta(ready, tuple(tokens))
 
-    def _stop(self, begin: int) -> Delta:
+    def _stop(self, begin: int, end: int) -> Delta:
         text = self._held[:begin]
+        self.stopped_by = self._held[begin:end]
         self._shown += begin
         self._held = ""
         tokens = tuple(shown for _, shown in self._waiting if shown.start < self._shown)
@@ -143,8 +146,8 @@ class TextStream:
         self.stopped = True
         return Delta(text, tokens, stopped=True)
 
-    def _first_stop(self) -> int | None:
-        """Where in the held text the stop string begins that is complete first."""
+    def _first_stop(self) -> tuple[int, int] | None:
+        """Where in the held text the stop string begins, and ends, that is complete first."""
         best: tuple[int, int] | None = None  # end, begin: the earliest end, and of several there the longest
         for stop in self._stops:
             begin = self._held.find(stop)
@@ -152,7 +155,7 @@ class TextStream:
                 end = begin + len(stop)
                 if best is None or (end, begin) < best:
                     best = (end, begin)
-        return None if best is None else best[1]
+        return None if best is None else (best[1], best[0])
 
     def _held_back(self) -> int:
         """Characters at the end of the held text that may be the beginning of a stop string."""

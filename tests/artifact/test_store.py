@@ -255,6 +255,20 @@ def test_open_checks_the_description_again(store: Store, bundle: Bundle) -> None
     assert caught.value.code == "artifact_invalid"
 
 
+def test_killed_while_a_description_is_replaced(store: Store, bundle: Bundle, model: Path) -> None:
+    """Between the two renames there is none under its name: the old one is taken back, and nothing held is lost."""
+    content_id = bundle.manifest.content_id
+    with store.add(bundle) as artifact:
+        filled(artifact, model, {0: [0, 1]})
+        (artifact.folder / "bundle").rename(artifact.folder / "bundle.old")
+    with store.open(content_id, ANYBODY) as artifact:
+        assert list(artifact.files[0].held()) == [0, 1]
+        assert not (artifact.folder / "bundle.old").exists()
+        (artifact.folder / "bundle").rename(artifact.folder / "bundle.old")
+    with store.add(bundle) as artifact:
+        assert list(artifact.files[0].held()) == [0, 1]
+
+
 @pytest.mark.parametrize("name", ["../x", "mac1-", "mac1-" + "g" * 64, "/etc", "mac1-" + "0" * 64 + "/.."])
 def test_only_content_ids_name_folders(store: Store, name: str) -> None:
     for call in (store.remove, lambda name: store.open(name, ANYBODY)):

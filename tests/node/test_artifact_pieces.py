@@ -103,6 +103,21 @@ async def test_it_waits_for_somebody_who_has_them(tmp_path: Path) -> None:
         assert made.announced[-1][1]["done"] == made.announced[-1][1]["total"]
 
 
+async def test_headers_that_have_rotted_are_brought_again(tmp_path: Path) -> None:
+    """They are read first of all: a Node that only compared them with the table would never start again."""
+    async with plane(tmp_path) as made:
+        made.named.append(await made.seed("good"))
+        pieces = made.fetching()
+        await pieces.bring_headers()
+        file = pieces.artifact.files[0]
+        with file.data_path.open("r+b") as data:
+            data.seek(100)
+            data.write(b"rotten")
+        assert list(file.held()) == [0], "nothing has looked yet"
+        await pieces.bring_headers()
+        assert list(file.held()) == [0] and file.is_whole(0)
+
+
 async def test_only_the_headers(tmp_path: Path) -> None:
     async with plane(tmp_path) as made:
         made.named.append(await made.seed("good"))

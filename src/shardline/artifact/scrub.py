@@ -69,8 +69,10 @@ def recover(file: StoredFile) -> int:
         return 0
     found = Pieces.of(file.count, file.found_on_disk())
     if found:
-        file.prepare()
-        file.commit(found)
-        file.rest()
+        try:
+            file.prepare()
+            file.commit(found)
+        finally:
+            file.rest()
         log.info("pieces_recovered", file=file.name[:16], pieces=len(found))
     return len(found)

@@ -29,6 +29,8 @@ from shardline.wire.bitmap import Pieces
 
 _CONTENT_ID = re.compile(r"mac1-[0-9a-f]{64}")
 BUNDLE = "bundle"
+_OLD = "bundle.old"
+"""The description that was there, while another one takes its place."""
 _GONE = ".gone-"
 
 Wanted = Mapping[int, Sequence[int]]
@@ -80,7 +82,13 @@ class Store:
     def open(self, content_id: str, policy: TrustPolicy) -> StoredArtifact:
         """An artifact that is there. `not_found`; else the errors of `load_bundle`: it is checked again."""
         folder = self._folder_of(content_id)
-        if not (folder / BUNDLE / MANIFEST_NAME).is_file():
+        manifest = folder / BUNDLE / MANIFEST_NAME
+        if not manifest.is_file() and (folder / _OLD).is_dir():
+            # Another process replaces the description at this moment, or was killed while it did.
+            with self._naming_errors(), exclusive(self._lock(content_id, "add")):
+                if not (folder / BUNDLE).exists() and (folder / _OLD).is_dir():
+                    os.rename(folder / _OLD, folder / BUNDLE)
+        if not manifest.is_file():
             raise ShardlineError(
                 "not_found", f"{content_id} is not in the store", advice="Ask: shardline artifact list"
             )
@@ -260,9 +268,9 @@ def _copy_bundle(bundle: Bundle, folder: Path) -> None:
         path = part / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_synced(path, (source / name).read_bytes())
-    old = folder / (BUNDLE + ".old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = folder / _OLD
     if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(target, old)
     os.rename(part, target)
     shutil.rmtree(old, ignore_errors=True)

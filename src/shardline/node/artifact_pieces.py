@@ -23,12 +23,15 @@ from shardline.transport.http_client import HttpClient
 from shardline.transport.pace import Pace
 from shardline.transport.piece_client import NodePieces, PieceFile, WebSeed
 from shardline.wire.artifacts import Fetching, Source
+from shardline.wire.bitmap import Pieces
 from shardline.wire.manifest import Manifest
 
 SOURCES_S = 3.0
 """The Tracker is asked so often who has pieces, while some are missing."""
 AGAIN_S = 10.0
 """A source that was given up is tried again after so long, if the Tracker still names it."""
+_ROUNDS = 3
+"""So often headers are fetched that are found damaged; then the disk is to blame."""
 SPACE_WAIT_S = 60.0
 """A disk that gets full is waited for so long, then the fetch fails. What is held stays."""
 
@@ -93,10 +96,27 @@ class ArtifactPieces:
         await self._strangers.aclose()
 
     async def bring_headers(self) -> None:
-        """The pieces with the headers of all files. Errors as of `bring`."""
+        """The pieces with the headers of all files, hashed once more: they are read before all others, and one that
+        has rotted would else be taken for a publisher's lie. Errors as of `bring`, and `artifact_incomplete`."""
         length = self.artifact.bundle.manifest.piece_length
         headers = {n: range(-(-e.data_offset // length)) for n, e in enumerate(self.artifact.bundle.manifest.files)}
-        await self._bring(headers, None, 0)
+        for _ in range(_ROUNDS):
+            await self._bring(headers, None, 0)
+            if not await asyncio.to_thread(self._drop_damaged, headers):
+                return
+        raise ShardlineError("artifact_incomplete", "pieces with headers are damaged as soon as they are on the disk")
+
+    def _drop_damaged(self, wanted: Wanted) -> bool:
+        """Whether some of these, which are held, are not what they should be; those are held no longer. Blocking."""
+        found = False
+        for number, pieces in wanted.items():
+            file = self.artifact.files[number]
+            bad = [piece for piece in pieces if not file.is_whole(piece)]
+            if bad:
+                log.warning("pieces_damaged", content_id=self.artifact.content_id, file=file.name[:16], pieces=bad[:8])
+                file.commit(Pieces(file.count), Pieces.of(file.count, bad))
+                found = True
+        return found
 
     async def bring(self, first: int, last: int, beside_bytes: int = 0) -> None:
         """Return when all pieces of Shard [first, last) are held, however long nobody has them. `beside_bytes`: what

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from shardline.artifact.signing import new_key, public_pem
 from shardline.cli.main import cli
 from shardline.errors import ShardlineError
+from tests.support.artifacts import signed_bundle
 from tests.support.stores import described, layered_model
 
 WAIT_S = 30
@@ -93,3 +95,13 @@ def test_scrub_and_rm(tmp_path: Path, bundle: Path) -> None:
     with pytest.raises(ShardlineError, match="not in the store"):
         run(state, "rm", content_id)
     assert (tmp_path / "model" / "llama-8.gguf").exists()
+
+
+def test_what_another_signed_is_not_fetched(tmp_path: Path, bundle: Path) -> None:
+    model, other = tmp_path / "model" / "llama-8.gguf", tmp_path / "other.pub"
+    signed = signed_bundle(model, tmp_path / "signed").folder
+    other.write_bytes(public_pem(new_key().public_key()))
+    for folder, words in ((signed, "signed by somebody else"), (bundle, "is not signed")):
+        with pytest.raises(ShardlineError, match=words) as caught:
+            run(tmp_path / "two", "fetch", folder, "--public-key", other)
+        assert caught.value.code == "artifact_untrusted" and "--allow-unsigned" not in caught.value.advice

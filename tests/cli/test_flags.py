@@ -57,6 +57,23 @@ def test_what_is_no_address_to_listen_on_is_refused_by_name(flag: str, text: str
         assert ("--tracker-port" if flag == "--listen" else "the port with --port") in done.output
 
 
+@pytest.mark.parametrize(
+    ("flags", "given", "advice"),
+    [
+        (("--trust", "--allow-unsigned"), ["--trust", "x"], "Name the key of its publisher: --trust."),
+        (("--trust",), [], "Name the key of its publisher: --trust."),
+        (("--trust", "--allow-unsigned"), [], "Name the key of its publisher: --trust. Else: --allow-unsigned."),
+    ],
+)
+def test_whom_nobody_believes_is_not_simply_taken(flags: tuple[str, ...], given: list[str], advice: str) -> None:
+    @click.command(params=[click.Option([flag], is_flag=flag == "--allow-unsigned") for flag in flags])
+    def command(**_: object) -> None:
+        raise ShardlineError("artifact_untrusted", "signed by somebody else")
+
+    done = CliRunner().invoke(naming_flags(command), given)
+    assert isinstance(done.exception, ShardlineError) and done.exception.advice == advice
+
+
 def test_what_has_advice_or_is_no_mistake_of_a_flag_stays() -> None:
     errors = {
         "own": ShardlineError("setting_invalid", "x", param="host", advice="Do this."),

@@ -8,11 +8,12 @@ from typing import Any
 import click.testing
 import pytest
 
-from shardline.artifact.signing import public_pem
+from shardline.artifact.signing import new_key, private_pem, public_pem
 from shardline.cli.main import cli
-from shardline.cli.offering import trusted_keys
+from shardline.cli.offering import check_offers, trusted_keys
 from shardline.errors import ShardlineError
-from tests.support.artifacts import publisher
+from tests.support.artifacts import big_gguf, publisher, signed_bundle
+from tests.support.stores import described
 
 
 @pytest.fixture
@@ -59,3 +60,34 @@ def test_a_file_that_is_no_key_is_named(tmp_path: Path) -> None:
         trusted_keys([key])
     assert (caught.value.code, caught.value.param) == ("setting_invalid", "trust")
     assert str(key) in caught.value.message
+
+
+def test_a_private_key_is_told_from_a_public_one(tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    key.write_bytes(private_pem(publisher()))
+    with pytest.raises(ShardlineError, match="is a private key") as caught:
+        trusted_keys([key])
+    assert caught.value.param == "trust" and f"{key}.pub" in caught.value.advice
+
+
+def test_what_is_not_believed_is_told_before_anything_starts(tmp_path: Path) -> None:
+    model, other = big_gguf(tmp_path), tmp_path / "other.pub"
+    other.write_bytes(public_pem(new_key().public_key()))
+    signed, unsigned = signed_bundle(model, tmp_path / "signed"), described(model, tmp_path / "unsigned")
+    state = tmp_path / "state"
+    for folder, words in ((signed.folder, "signed by somebody else"), (unsigned.folder, "is not signed")):
+        arguments = ["--state-dir", str(state), "serve", "--artifact", str(folder), "--trust", str(other)]
+        refused = click.testing.CliRunner().invoke(cli, arguments).exception
+        assert isinstance(refused, ShardlineError) and refused.code == "artifact_untrusted"
+        assert words in refused.message and "unsigned" not in refused.advice
+    assert not state.exists()
+    check_offers([unsigned.folder], [], allow_unsigned=True)
+
+
+def test_a_model_is_no_artifact_folder(tmp_path: Path) -> None:
+    model = big_gguf(tmp_path)
+    done = click.testing.CliRunner().invoke(cli, ["serve", "--artifact", str(model)])
+    assert done.exit_code == 2 and "shardline artifact create" in done.output
+    with pytest.raises(ShardlineError, match="is no artifact") as caught:
+        check_offers([tmp_path], [], allow_unsigned=True)
+    assert "artifact create" in caught.value.advice

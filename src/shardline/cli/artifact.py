@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli.listings import as_json_option, columns, size
+from shardline.cli.offering import believed, refuse_private
 from shardline.cli.progress import progress
 from shardline.errors import ShardlineError
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 _EXISTING = click.Path(exists=True, path_type=Path)
 _PIECES_SHOWN = 8
-_PRIVATE, _PUBLIC = b"PRIVATE KEY-----", b"BEGIN PUBLIC KEY-----"
-"""In PEM, what tells one kind of key from the other."""
+_PUBLIC = b"BEGIN PUBLIC KEY-----"
+"""In PEM, what tells that kind of key."""
 
 key_option = click.option(
     "--public-key", "public_keys", multiple=True, type=_EXISTING, metavar="PEM", help="The publisher's. Repeatable."
@@ -198,19 +199,8 @@ def keygen(output: Path, as_json: bool) -> None:
 
 
 def _load(path: Path, public_keys: tuple[Path, ...]) -> Bundle:
-    from shardline.artifact.bundle import SIGNATURE_NAME, load_bundle
-
-    folder = _bundle_folder(path)
-    if public_keys and not (folder / SIGNATURE_NAME).exists():
-        advice = "Ask its publisher for a signed one. Without --public-key its files are checked, and not who made it."
-        raise ShardlineError("artifact_untrusted", f"{folder} is not signed, so no key can vouch for it", advice=advice)
-    try:
-        return load_bundle(folder, _policy(public_keys))
-    except ShardlineError as error:
-        if error.code != "artifact_untrusted":
-            raise
-        advice = "Name the key of its publisher: --public-key. Without one its files are checked, and not who made it."
-        raise ShardlineError(error.code, error.message, advice=advice, **error.details) from None
+    otherwise = " Without --public-key its files are checked, and not who made it."
+    return believed(_bundle_folder(path), _policy(public_keys), flag="--public-key", otherwise=otherwise)
 
 
 def _policy(public_keys: tuple[Path, ...]) -> TrustPolicy:
@@ -225,9 +215,7 @@ def publisher_key(path: Path) -> EllipticCurvePublicKey:
     from shardline.artifact.signing import KEY_BYTES_LIMIT, read_public_key
 
     raw = _read(path, KEY_BYTES_LIMIT)
-    if _PRIVATE in raw:
-        advice = f"Give the public one, which keygen wrote as {path}.pub; show the private one to nobody."
-        raise ShardlineError("invalid_value", f"{path} is a private key", param="public_key", advice=advice)
+    refuse_private(raw, path, code="invalid_value", param="public_key")
     return read_public_key(raw)
 
 

@@ -19,6 +19,7 @@ import msgspec
 from shardline.cli.artifact import key_option, publisher_key
 from shardline.cli.invocation import Invocation, credential_of, pass_invocation
 from shardline.cli.listings import as_json_option, columns, size
+from shardline.cli.offering import believed
 from shardline.cli.progress import progress
 from shardline.cli.roles import STORE_FOLDER
 from shardline.cli.seeder import seed
@@ -124,11 +125,12 @@ def fetch(
     time, the same command goes on from there.
     """
     from shardline.artifact.adoption import adopt_all
-    from shardline.artifact.bundle import load_bundle
 
+    policy = _policy(public_keys, allow_unsigned)
+    otherwise = "" if public_keys else " Else: --allow-unsigned."
     with (
         _store(invocation, folder) as store,
-        store.add(load_bundle(path, _policy(public_keys, allow_unsigned))) as found,
+        store.add(believed(path, policy, flag="--public-key", otherwise=otherwise)) as found,
     ):
         n_layers = found.bundle.manifest.model.n_layers
         first, last = layers or (0, n_layers)

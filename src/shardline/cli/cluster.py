@@ -26,7 +26,7 @@ from shardline.cli.cluster_parts import (
 )
 from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for, shared_out
 from shardline.cli.invocation import Invocation, environment, pass_invocation
-from shardline.cli.offering import offering
+from shardline.cli.offering import check_offers, offering
 from shardline.cli.roles import LISTEN_HELP, files_option, tls_options
 from shardline.cli.values import LayerRanges, ListenAddress, check_cover
 
@@ -233,6 +233,7 @@ def serve(invocation: Invocation, /, **flags: Any) -> None:
         more = "" if offers else " --model PATH"
         click.echo(f"Add Nodes: {own} node --tracker {cluster.tracker_url}{more}\nCtrl-C ends all.")
 
+    check_offers(flags["artifacts"], flags["trust"], allow_unsigned=flags["allow_unsigned"])
     run_cluster(invocation, Plan(**flags), ready, command="serve")
 
 

@@ -44,12 +44,28 @@ def naming_flags(command: click.Command) -> click.Command:
 def flagged(error: ShardlineError) -> ShardlineError:
     """The same error; where its advice is only that of the catalogue, with the flag of the running command instead."""
     context = click.get_current_context(silent=True)
-    if context is None or error.code not in _CODES or error.advice != CATALOGUE[error.code].advice:
+    if context is None or error.advice != CATALOGUE[error.code].advice:
+        return error
+    if error.code == "artifact_untrusted":
+        return _untrusted(error, context)
+    if error.code not in _CODES:
         return error
     flag = _flag(error, context)
     advice = (
         "Correct what the message names." if flag is None else f"Correct {flag}{_HINTS.get(error.param or '', '.')}"
     )
+    return ShardlineError(error.code, error.message, param=error.param, advice=advice, **error.details)
+
+
+def _untrusted(error: ShardlineError, context: click.Context) -> ShardlineError:
+    """With the flag by which this command is told of publishers; whoever names keys is not told to go without."""
+    names: dict[str, str] = {str(p.name): max(p.opts, key=len) for p in context.command.params if p.opts}
+    keys = next((name for name in ("trust", "public_keys") if name in names), None)
+    if keys is None:
+        return error
+    advice = f"Name the key of its publisher: {names[keys]}."
+    if not context.params.get(keys) and "allow_unsigned" in names:
+        advice += f" Else: {names['allow_unsigned']}."
     return ShardlineError(error.code, error.message, param=error.param, advice=advice, **error.details)
 
 

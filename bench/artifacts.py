@@ -3,7 +3,7 @@ plain program that does the nearest thing (sha256sum, curl, head), of the same f
 
 Fetching is between two processes as Nodes are (`bench.piece_party`), and includes all that makes a piece held: every
 piece hashed, written, read back, synced. What stands against it takes the same bytes from the same process, and does
-none of that. A way to fetch is one entry of `WAYS`.
+none of that. A way to fetch over HTTP is one entry of `ways`; BitTorrent is `bench.torrent`'s, where it is installed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from bench import torrent
 from bench.figures import median, table
 from bench.piece_party import CREDENTIAL, FETCHER, SEEDER, write_keys
 from bench.random_model import Shape, write_random_model
@@ -117,7 +118,14 @@ class Stand:
         for way in ways(self.folder):
             found[f"curl, {way.name}"] = partial(self._given, partial(self._curl, way))
             found[f"fetch, {way.name}"] = partial(self._given, partial(self._fetch, way))
+        if torrent.why_not() is None:
+            found["fetch, BitTorrent"] = partial(self._torrent, tls=False)
+            found["fetch, BitTorrent with keys"] = partial(self._torrent, tls=True)
         return found
+
+    def _torrent(self, *, tls: bool) -> Taken:
+        fetched = torrent.measure(self.folder, tls=tls)
+        return Taken(fetched.nbytes, fetched.seconds, fetched.cpu_s)
 
     def _given(self, work: Callable[[], Taken]) -> Taken:
         before = self._giver.cpu_times()
@@ -230,6 +238,8 @@ AGAINST = {
     "Shard file": "head, sync",
     "fetch, HTTP": "curl, HTTP",
     "fetch, HTTPS, both ends with keys": "curl, HTTPS, both ends with keys",
+    "fetch, BitTorrent": "curl, HTTP",
+    "fetch, BitTorrent with keys": "curl, HTTPS, both ends with keys",
 }
 
 
@@ -250,4 +260,6 @@ def report(found: dict[str, list[Taken]], header_s: float) -> str:
             )
         )
     lines = table(("system", "MB/s", "CPU-s/GB", "of the giver", "of the plain one"), rows)
-    return f"{lines}\nHeader with {TOKENS} tokens and as many merges: {header_s:.3f} s"
+    lacks = torrent.why_not()
+    without = f"\nBitTorrent was not measured: {lacks}" if lacks else ""
+    return f"{lines}{without}\nHeader with {TOKENS} tokens and as many merges: {header_s:.3f} s"

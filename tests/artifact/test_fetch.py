@@ -132,6 +132,34 @@ async def test_sources_that_lack_a_piece_end_it_after_a_while(artifact: StoredAr
     assert list(Pieces.all(count) - artifact.files[0].held()) == [0]
 
 
+class Boaster(FileSource):
+    """Offers everything, and has the first two pieces."""
+
+    async def read(self, number: int, start: int, into: memoryview) -> None:
+        self.asked.append((start, start + len(into)))
+        if start + len(into) > 2 << 18:
+            raise ShardlineError("artifact_incomplete", "the range is not all held")
+        await super().read(number, start, into)
+
+
+async def test_who_offers_what_it_has_not_holds_nothing_up(artifact: StoredArtifact, model: Path) -> None:
+    boaster, good = Boaster(model, name="boaster"), FileSource(model, delay_s=0.01)
+    fetch = Fetch(artifact, everything(artifact), connections=2)
+    fetch.add(boaster)
+    fetch.add(good)
+    await run(fetch)
+    check_whole(artifact, model)
+    assert len(boaster.asked) <= artifact.files[0].count + 2, "not asked for the same again and again"
+
+
+async def test_only_somebody_who_offers_what_it_has_not(artifact: StoredArtifact, model: Path) -> None:
+    fetch = Fetch(artifact, everything(artifact), connections=2, stall_s=0.3)
+    fetch.add(Boaster(model, name="boaster"))
+    with pytest.raises(ShardlineError, match="boaster: ") as caught:
+        await run(fetch)
+    assert caught.value.code == "artifact_unavailable"
+
+
 async def test_a_source_that_comes_later_is_used(artifact: StoredArtifact, model: Path) -> None:
     count = artifact.files[0].count
     fetch = Fetch(artifact, everything(artifact), connections=1)

@@ -24,9 +24,10 @@ Json = dict[str, Any]
 
 
 class Plane(Cluster):
-    """`bundle` is signed by the tests' publisher; the model lies beside it."""
+    """`bundle` is signed by the tests' publisher; the model lies beside it. `named`: the file of a folder of GGUF files
+    that stands for the model."""
 
-    def __init__(self, folder: Path, model: Path, settings: Json | None = None) -> None:
+    def __init__(self, folder: Path, model: Path, settings: Json | None = None, *, named: str | None = None) -> None:
         super().__init__(folder, {"store_reserve_bytes": 0, **(settings or {})})
         home = folder / "publisher"
         home.mkdir()
@@ -34,7 +35,7 @@ class Plane(Cluster):
             shutil.copytree(model, home / model.name)
         else:
             shutil.copyfile(model, home / model.name)
-        self.original = home / model.name
+        self.original = home / model.name / (named or "")
         self.artifact = home / "described.artifact"
         self.bundle: Bundle = signed_bundle(self.original, self.artifact)
         self.content_id = self.bundle.manifest.content_id
@@ -130,9 +131,11 @@ def range_bytes(artifact: StoredArtifact, first: int, last: int) -> int:
 
 
 @asynccontextmanager
-async def plane(folder: Path, model: Path, settings: Json | None = None) -> AsyncIterator[Plane]:
+async def plane(
+    folder: Path, model: Path, settings: Json | None = None, *, named: str | None = None
+) -> AsyncIterator[Plane]:
     """Tracker and Gateway run; seeders and Nodes are for the test to start."""
-    cluster = Plane(folder, model, settings)
+    cluster = Plane(folder, model, settings, named=named)
     try:
         await cluster.start()
         yield cluster

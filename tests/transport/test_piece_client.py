@@ -236,6 +236,33 @@ async def test_a_hostile_web_seed_is_named_and_does_no_harm(
     assert content_of(artifact.files[0].data_path) == raw
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "",
+        'etag: "abc-gzip"\r\n',
+        'etag: W/"abc"\r\n',
+        'etag: "' + "0" * 64 + '"\r\n',
+        "content-md5: Q2hlY2sgSW50ZWdyaXR5IQ==\r\nrepr-digest: sha-256=:AAAA:\r\n",
+    ],
+    ids=["none", "of a proxy", "weak", "of another file", "digests"],
+)
+async def test_what_a_server_says_of_its_files_is_not_looked_at(
+    artifact: StoredArtifact, bundle: Bundle, model: Path, headers: str
+) -> None:
+    """The hashes are the manifest's."""
+    raw = content_of(model)
+    async with (
+        client_of() as client,
+        seed(lambda wire, s, e: wire.send(part(s, e, len(raw), raw[s:e], headers))) as peer,
+    ):
+        fetch = fetch_of(artifact)
+        fetch.add(WebSeed(client, peer.url + "/", files_of(bundle), Pace(0), loopback_ok=True))
+        told = await run(fetch)
+    assert content_of(artifact.files[0].data_path) == raw
+    assert [(source.state, source.reason) for source in told.sources] == [("active", None)]
+
+
 async def test_a_silent_source_is_given_up(
     artifact: StoredArtifact, bundle: Bundle, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

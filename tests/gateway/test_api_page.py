@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from shardline.gateway import json_body
+from shardline.gateway import anthropic_requests, json_body, llama_server_text, responses_requests
 from shardline.gateway import openai_requests as requests
 from shardline.gateway.messages import ROLES, FunctionCall, Message, Part, ToolCall
 from shardline.gateway.structured import JsonSchema, ResponseFormat
@@ -15,6 +16,8 @@ from shardline.gateway.tools_request import FUNCTIONS, FunctionTool, NamedFuncti
 from shardline.wire.messages import GRAMMAR_BYTES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+OTHER_PARTS = {"source", "data", "image_url", "detail", "file_id", "file_data", "file_url", "filename", "input_audio"}
+"""Fields of parts and blocks that are refused by their type, which the page says of all of them."""
 NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))
 
 
@@ -30,6 +33,21 @@ def test_every_field_is_on_the_page(kind: type) -> None:
     assert not set(kind.__struct_fields__) - NAMED  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for module in (anthropic_requests, llama_server_text, responses_requests)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
+    ],
+    ids=lambda kind: f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}",
+)
+def test_every_field_of_other_apis_is_on_the_page(kind: type) -> None:
+    absent = set(kind.__struct_fields__) - NAMED  # type: ignore[attr-defined]
+    assert absent <= OTHER_PARTS
+
+
 def test_every_role_is_on_the_page() -> None:
     assert set(ROLES) <= NAMED
 
@@ -37,7 +55,7 @@ def test_every_role_is_on_the_page() -> None:
 def test_every_path_is_on_the_page() -> None:
     source = (Path(requests.__file__).parent / "app.py").read_text(encoding="utf-8")
     routes = re.findall(r'\("(GET|POST|DELETE)", (?:f"\{session\}(/\w+)?"|session|"(/[^"]*)"), self', source)
-    assert len(routes) == 11
+    assert len(routes) == 19
     for method, under, path in routes:
         full = path.replace("{id:path}", "{id}") or f"/v1/route-sessions/{{id}}{under}"
         assert f"`{method} {full}`" in PAGE

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.cluster import Cluster, Json
+from tests.support.tokenizer_folder import VOCAB, save_tokenizer
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 torch = pytest.importorskip("torch")
 
 TOKENS = 8
-VOCAB = 260
 CLIENTS, ROUNDS = 16, 2
 KV_TOKENS = 420
 """Room for about six sessions of those sixteen at a time."""
@@ -50,21 +48,6 @@ class Alone:
             scores = (score[0].log_softmax(-1) for score in out.scores)
             self._known[key] = [float(score[token]) for score, token in zip(scores, made, strict=True)]
         return self._known[key]
-
-
-def save_tokenizer(folder: Path) -> None:
-    """One token a byte, and four control tokens."""
-    tokenizers = pytest.importorskip("tokenizers")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    names = ["<|begin|>", "<|end|>", "<|one|>", "<|two|>"]
-    tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in names])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": names[0], "eos_token": names[1]}
-    settings["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,9 @@ def test_a_model_for_people() -> None:
 
 
 def test_one_machine_is_enough() -> None:
-    text = run(str(MODELS / "ornith-9b.json"), "--node", "16GB", "--node", "64GB", "--size", "9.5GB", "--engine", "llama")
+    text = run(
+        str(MODELS / "ornith-9b.json"), "--node", "16GB", "--node", "64GB", "--size", "9.5GB", "--engine", "llama"
+    )
     assert "One machine is enough: Node 2 holds the whole model, and more Nodes would not make it faster." in text
     assert "Seam" not in text
 

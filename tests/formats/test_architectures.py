@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shardline.errors import ShardlineError
@@ -44,7 +46,7 @@ def test_no_name_stands_twice() -> None:
         assert len(set(column)) == len(column)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "mamba", "jamba", "lfm2", "rwkv7", "gemma3n", "deepseek4"])
+@pytest.mark.parametrize("name", ["qwen3next", "mamba", "jamba", "lfm2", "rwkv7", "gemma3n"])
 def test_what_cannot_be_cut_for_now_is_refused_by_name(name: str) -> None:
     with pytest.raises(ShardlineError, match="the PyTorch engine does not run") as caught:
         check_torch(of_gguf(name))
@@ -57,6 +59,21 @@ def test_an_unknown_name_may_be_tried(name: str) -> None:
     for row in (of_gguf(name), of_model_type(name)):
         assert (row.name, row.torch, row.rollback, row.layout) == (name, "untried", "exact", "hidden")
         check_torch(row)
+
+
+def test_what_no_engine_runs_is_refused_with_its_page() -> None:
+    for row in (of_gguf("deepseek41"), of_model_type("deepseek_v41")):
+        for check in (check_torch, llama_rules):
+            with pytest.raises(ShardlineError, match=r"deepseek4\.1 is not supported: no released version") as caught:
+                check(row)
+            assert caught.value.advice == "Choose another model: see docs/audits/deepseek-v4-flash.md."
+
+
+def test_pages_are_there() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    pages = {row.page for row in ROWS if row.page is not None}
+    assert len(pages) == 3
+    assert all((docs / page).is_file() for page in pages)
 
 
 def test_rollback_depends_on_the_window() -> None:

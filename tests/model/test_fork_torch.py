@@ -68,8 +68,21 @@ def test_what_is_not_there_is_refused_and_opens_nothing(folder: Path, kind: str)
         with pytest.raises(ShardlineError):
             shard.fork(source, target, tokens)
     if not shard.describe().rollback:
-        for tokens in (4, 10):
-            with pytest.raises(ShardlineError) as caught:
-                shard.fork(0, 1, tokens)
-            assert caught.value.code == "rollback_unsupported"
+        with pytest.raises(ShardlineError) as caught:
+            shard.fork(0, 1, 4)
+        assert caught.value.code == "rollback_unsupported"
     shard.open(1)
+
+
+def test_a_copy_of_all_of_it_is_exact_behind_a_window_too(folder: Path) -> None:
+    route = Route(folder, (2,))
+    route.open()
+    feed(route, 0, 0, PROMPT)
+    for shard in route.shards:
+        shard.fork(0, 1, len(PROMPT))
+        assert shard.kv_tokens(1) == len(PROMPT)
+    feed(route, 1, len(PROMPT), [50, 51, 52])
+    for shard in route.shards:
+        shard.fork(0, 2, len(PROMPT))
+    wanted = feed(route, 0, len(PROMPT), [60, 61])
+    assert np.array_equal(feed(route, 2, len(PROMPT), [60, 61]), wanted)

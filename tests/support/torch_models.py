@@ -68,6 +68,91 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+_NO_SIZES: dict[str, Any] = {
+    key: value
+    for key, value in SIZES.items()
+    if key not in ("num_hidden_layers", "num_key_value_heads", "max_position_embeddings", "intermediate_size")
+}
+_FEW_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+AUDITED_LAYERS = 8
+AUDITED: dict[str, Callable[[], PreTrainedConfig]] = {
+    # Windows of 8, rows for 4 and for 128 tokens of which 4 are chosen, three layers that route by token id.
+    "deepseek_v4": lambda: transformers.DeepseekV4Config(
+        **{**_NO_SIZES, **_FEW_EXPERTS},
+        num_hidden_layers=AUDITED_LAYERS,
+        max_position_embeddings=1024,
+        head_dim=16,
+        q_lora_rank=16,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=2,
+        index_head_dim=8,
+        index_topk=4,
+        sliding_window=WINDOW,
+        hc_mult=4,
+        n_routed_experts=6,
+        num_hash_layers=3,
+        compress_ratios=[0, 0, 4, 128, 4, 128, 4, 128, 0],
+    ),
+    # The best 8 tokens, selected in half of the layers.
+    "glm_moe_dsa": lambda: transformers.GlmMoeDsaConfig(
+        **{**_NO_SIZES, **_FEW_EXPERTS},
+        intermediate_size=48,
+        num_hidden_layers=AUDITED_LAYERS,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        n_routed_experts=6,
+        n_shared_experts=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        index_topk=8,
+        index_head_dim=16,
+        index_n_heads=2,
+        first_k_dense_replace=2,
+        indexer_types=["full", "full", "full", "shared", "shared", "shared", "full", "shared"],
+    ),
+    "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(**_mixed(), intermediate_size=48),
+    "qwen3_5_moe_text": lambda: transformers.Qwen3_5MoeTextConfig(
+        **_mixed(), **_FEW_EXPERTS, num_experts=6, shared_expert_intermediate_size=24
+    ),
+}
+"""Tiny models of the architectures of docs/audits, larger than the others: contexts go beyond what is selected."""
+
+
+def _mixed() -> dict[str, Any]:
+    """Three delta nets and a layer with attention, twice."""
+    return {
+        **_NO_SIZES,
+        "num_hidden_layers": AUDITED_LAYERS,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+
+
+def save_audited(kind: str, folder: Path, **changes: Any) -> PreTrainedModel:
+    """A model of AUDITED; experts that are chosen by token id differ from id to id, as they do in a real one."""
+    config = AUDITED[kind]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = make(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):
+                chosen = [torch.randperm(config.n_routed_experts, generator=generator) for _ in range(len(table))]
+                table.copy_(torch.stack(chosen)[:, : table.shape[1]])
+    model.save_pretrained(folder)
+    return model
+
+
 def make(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model with random weights, in which no norm, bias or sink is left at its neutral value."""
     generator = torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ Owns which reader is asked for what lies at a path. Weights are never read. Show
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,7 @@ def _of_folder(folder: Path, wish: Wish) -> Outline:
 
     if not (folder / _CONFIG).is_file() or any(folder.glob("*.safetensors")):
         found = read_folder(folder)
-        return _of_config(found.config, wish, dict(found.tensors))
+        return _of_config(found.config, wish, found.tensors)
     return _of_json(folder / _CONFIG, wish)
 
 
@@ -140,7 +141,7 @@ def _of_manifest(raw: bytes, wish: Wish, config: Path | None = None) -> Outline:
     return outline_of_table(shape, tensors, _engine(wish, "llama"))
 
 
-def _of_config(config: dict[str, Any], wish: Wish, tensors: dict[str, Any] | None) -> Outline:
+def _of_config(config: Mapping[str, Any], wish: Wish, tensors: Mapping[str, Any] | None) -> Outline:
     from shardline.formats.outline import outline_of_build, outline_of_config
 
     engine = _engine(wish, "torch")

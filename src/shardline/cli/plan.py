@@ -64,9 +64,10 @@ def plan(
 ) -> None:
     """Say how MODEL would lie on these Nodes.
 
-    For each Node its layers and bytes, for each cut what crosses it, and a bound of the speed. MODEL is a GGUF file (its first bytes, with the header, are enough), the folder or manifest of a Model Artifact, a
-    folder with safetensors files, or a config.json. Nothing is loaded. Nodes stand in the order in which layers go
-    through them; as few as are enough are used.
+    For each Node its layers and bytes, for each cut what crosses it, and a bound of the speed. MODEL is a GGUF file
+    (its first bytes, with the header, are enough), the folder or manifest of a Model Artifact, a folder with
+    safetensors files, or a config.json. Nothing is loaded. Nodes stand in the order in which layers go through them; as
+    few as are enough are used.
     """
     from shardline.formats.plan import Assumptions, Machine, plan_on
 

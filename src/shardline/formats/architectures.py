@@ -141,7 +141,6 @@ class Architecture:
 
 
 _RECURRENT = "it keeps a recurrent state, which the PyTorch engine does not hold for now"
-_STREAMS = "its layers exchange more than one row per token, which the PyTorch engine does not hand on for now"
 _NO_ENGINE = (
     "no released version of transformers or llama.cpp has it, and its layers share compressed keys, values and "
     "selections over most cuts"
@@ -153,11 +152,8 @@ def _names(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
-def _recurrent(
-    name: str, gguf: str, model_types: str, llama: LlamaRules | None = None, *, page: str | None = None
-) -> Architecture:
-    names = _names(gguf), _names(model_types)
-    return Architecture(name, *names, "refused", _RECURRENT, "never", llama=llama, page=page)
+def _recurrent(name: str, gguf: str, model_types: str, llama: LlamaRules | None = None) -> Architecture:
+    return Architecture(name, _names(gguf), _names(model_types), "refused", _RECURRENT, "never", llama=llama)
 
 
 def _untried(name: str, llama: LlamaRules, model_types: str = "", *, rollback: Rollback = "exact") -> Architecture:
@@ -224,11 +220,13 @@ ROWS: tuple[Architecture, ...] = (
     Architecture("granite", ("granite",), ("granite",), scales_rows_in_decoder=True, llama=_SCALED),
     Architecture("granitemoe", ("granitemoe",), ("granitemoe",), scales_rows_in_decoder=True, llama=_SCALED),
     # Refused by PyTorch: what a cut would need is not handed on, or cannot be taken back.
-    _recurrent(
+    Architecture(
         "qwen3.5",
-        "qwen35 qwen35moe",
-        "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text",
-        _INTERVAL,
+        ("qwen35", "qwen35moe"),
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        torch="supported",
+        rollback="never",
+        llama=_INTERVAL,
         page="audits/ornith.md",
     ),
     _recurrent("qwen3next", "qwen3next", "qwen3_next", _INTERVAL),
@@ -269,8 +267,7 @@ ROWS: tuple[Architecture, ...] = (
         "deepseek4",
         ("deepseek4",),
         ("deepseek_v4",),
-        torch="refused",
-        reason=_STREAMS,
+        torch="supported",
         rollback="never",
         layout="streams",
         llama=LlamaRules("refused", _MANY_STREAMS),

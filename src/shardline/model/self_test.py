@@ -147,7 +147,7 @@ class _Run:
         return self._last_row(results[0], part.rows)
 
     def _last_row(self, output: BackendOutput, rows: int) -> Floats:
-        """The logits, or the last row of all tensors of the layout, as one array; finite."""
+        """The logits, or the last row of all tensors of the layout that are no positions, as one array; finite."""
         if self._description.is_tail:
             # A copy: what a backend returns may be its own memory, which the next call uses again.
             logits = np.array(output.logits, dtype=np.float32)
@@ -158,7 +158,8 @@ class _Run:
             tensors = self._description.layout_out.tensors
             if len(output.hidden) != len(tensors):
                 raise _failed(f"{len(output.hidden)} tensors, the Seam layout has {len(tensors)}")
-            read = [_decoded(buffer, t, rows) for buffer, t in zip(output.hidden, tensors, strict=True)]
+            pairs = zip(output.hidden, tensors, strict=True)
+            read = [_decoded(buffer, t, rows) for buffer, t in pairs if t.dtype != "I32"]
             if not all(np.isfinite(r).all() for r in read):
                 raise ShardlineError("numerical_error", "self-test: rows that are not finite")
             values = np.concatenate([r[-1].reshape(-1) for r in read])
@@ -192,6 +193,9 @@ class _Run:
 
 
 def _encoded(values: npt.NDArray[Any], tensor: LayoutTensor) -> npt.NDArray[Any]:
+    if tensor.dtype == "I32":
+        # Positions of tokens: the first ones are there, however many are.
+        return np.ascontiguousarray(np.broadcast_to(np.arange(values.shape[-1], dtype="<i4"), values.shape))
     if tensor.dtype == "BF16":
         return (values.astype("<f4").view("<u4") >> 16).astype("<u2")
     kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf_files import read_model
@@ -27,13 +26,12 @@ from shardline.model.generation import fault_of
 from shardline.model.tokenizer import ModelText, text_of_folder, text_of_gguf
 from shardline.model.torch_build import build, check_range, cut, fill_buffers
 from shardline.model.torch_gguf import config_of, load_gguf, quantisation_of
+from shardline.model.torch_layers import LayerForm
 from shardline.model.torch_safetensors import ENGINE_DTYPES, checkpoint_dtype, load_safetensors, read_config
+from shardline.model.torch_seam import TORCH_DTYPES, ShardInput
 from shardline.model.torch_shard import TorchShard
 from shardline.model.torch_weights import Progress, ShardWeights, raw_bytes
 from shardline.wire.messages import EngineInfo
-from shardline.wire.steps import TOKENS_ONLY, LayoutTensor, SeamLayout
-
-_SEAM_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,6 @@ def load(spec: ShardSpec, *, progress: Progress | None = None) -> TorchBackend:
         raise fault_of(error) from error
     context = _context_length(spec, source.config)
     text = source.text(context) if shard.is_head or shard.is_tail else None
-    hidden = SeamLayout([LayoutTensor("hidden", _SEAM_DTYPES[dtype], (shard.hidden_size,))])
     description = ShardDescription(
         model_name=source.name,
         content_id=str(spec.options.get("content_id", "")),
@@ -86,13 +83,13 @@ def load(spec: ShardSpec, *, progress: Progress | None = None) -> TorchBackend:
         last=spec.last,
         n_layers=skeleton.n_layers,
         engine=_engine_info(dtype, source.quantisation),
-        layout_in=TOKENS_ONLY if shard.is_head else hidden,
-        layout_out=TOKENS_ONLY if shard.is_tail else hidden,
+        layout_in=shard.ends.layout_in,
+        layout_out=shard.ends.layout_out,
         kv_bytes_per_token=sum(form.bytes_per_token for form in forms),
         weight_bytes=weights.nbytes,
         context_length=context,
         vocab_size=shard.vocab_size,
-        rollback=all(form.window is None for form in forms),
+        rollback=all(form.window is None and form.positional for form in forms),
         text_digest=text.digest if text is not None else None,
     )
     return TorchBackend(shard, description, forms, text)
@@ -169,14 +166,14 @@ class TorchBackend:
         self,
         shard: TorchShard,
         description: ShardDescription,
-        forms: tuple[torch_cache.LayerForm, ...],
+        forms: tuple[LayerForm, ...],
         text: ModelText | None,
     ) -> None:
         self._shard = shard
         self._description = description
         self._forms = forms
         self._text = text
-        self._slots: dict[int, DynamicCache] = {}
+        self._slots: dict[int, torch_cache.SlotCache] = {}
 
     def describe(self) -> ShardDescription:
         return self._description
@@ -219,12 +216,12 @@ class TorchBackend:
                 "context_length_exceeded",
                 f"{held + entry.rows} tokens, the context has {self._description.context_length}",
             )
-        inputs = self._tokens(entry) if self._shard.is_head else self._rows(entry)
+        given = ShardInput(self._tokens(entry), self._rows(entry))
         if not self._shard.is_tail:
-            return BackendOutput(hidden=(_exported(self._shard.hidden(inputs, cache)),))
+            return BackendOutput(hidden=tuple(_exported(tensor) for tensor in self._shard.hidden(given, cache)))
         if entry.want_output:
-            return BackendOutput(logits=self._shard.logits(inputs, cache).numpy())
-        self._shard.hidden(inputs, cache)
+            return BackendOutput(logits=self._shard.logits(given, cache).numpy())
+        self._shard.hidden(given, cache)
         return BackendOutput()
 
     def _tokens(self, entry: BackendEntry) -> torch.Tensor:
@@ -235,17 +232,22 @@ class TorchBackend:
             raise ShardlineError("engine_error", f"a token id is outside of 0 to {self._description.vocab_size - 1}")
         return torch.from_numpy(ids.astype(np.int64)).unsqueeze(0)
 
-    def _rows(self, entry: BackendEntry) -> torch.Tensor:
-        """A copy, aligned as the allocator aligns: kernels may round differently on memory that lies otherwise."""
-        rows = torch.empty((1, entry.rows, self._shard.hidden_size), dtype=self._shard.dtype)
-        (given,) = entry.hidden
-        given = memoryview(given).cast("B")
-        if len(given) != rows.nbytes or entry.rows < 1:
-            raise ShardlineError("engine_error", f"{len(given)} bytes for {entry.rows} rows")
-        raw_bytes(rows)[:] = given
-        return rows
+    def _rows(self, entry: BackendEntry) -> tuple[torch.Tensor, ...]:
+        """Copies, aligned as the allocator aligns: kernels may round differently on memory that lies otherwise."""
+        layout = self._description.layout_in.tensors
+        if len(entry.hidden) != len(layout):
+            raise ShardlineError("engine_error", f"{len(entry.hidden)} tensors, {len(layout)} cross this Seam")
+        made = []
+        for given, tensor in zip(entry.hidden, layout, strict=True):
+            rows = torch.empty((1, entry.rows, *tensor.shape), dtype=TORCH_DTYPES[tensor.dtype])
+            data = memoryview(given).cast("B")
+            if len(data) != rows.nbytes:
+                raise ShardlineError("engine_error", f"{len(data)} bytes of {tensor.name} for {entry.rows} rows")
+            raw_bytes(rows)[:] = data
+            made.append(rows)
+        return tuple(made)
 
-    def _cache(self, slot: int) -> DynamicCache:
+    def _cache(self, slot: int) -> torch_cache.SlotCache:
         cache = self._slots.get(slot)
         if cache is None:
             raise ShardlineError("engine_error", f"slot {slot} is not open")

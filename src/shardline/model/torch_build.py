@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 
 from shardline.errors import ShardlineError
+from shardline.formats.architectures import check_torch, of_model_type
+from shardline.model.torch_layers import ROW_LAYERS, STATE_LAYERS
 
-CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""The caches whose contents are keys and values by position, and nothing else: they can be cut, counted and saved."""
+_BEHIND = frozenset({"hc_head"})
+"""Parts with weights that a decoder uses behind its last layer, beside the norm: of the tail, and of no other Shard."""
 
 
 def unsupported(config: PreTrainedConfig, why: str) -> ShardlineError:
@@ -57,6 +59,8 @@ class Skeleton:
     embedding_name: str
     norm_name: str | None
     """None: what stands behind the layers was not recognised, so only the whole model can be loaded."""
+    behind: tuple[str, ...]
+    """Other parts that are used behind the last layer only."""
     strangers: tuple[str, ...]
     """Parts of the decoder with weights that are none of the above."""
 
@@ -99,9 +103,8 @@ class Skeleton:
             return last == self.n_layers and self._makes_logits(name)
         if inside.startswith(f"{self.embedding_name}."):
             return first == 0
-        return whole or (
-            self.norm_name is not None and inside.startswith(f"{self.norm_name}.") and last == self.n_layers
-        )
+        tail = tuple(f"{name}." for name in (self.norm_name, *self.behind) if name is not None)
+        return whole or (last == self.n_layers and inside.startswith(tail))
 
     def _makes_logits(self, name: str) -> bool:
         """Outside of the decoder: all of a plain language model, only the output matrix of a composite one."""
@@ -122,9 +125,11 @@ class Skeleton:
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     """The model of `config` with every tensor on `meta`. Costs about a millisecond a layer, and no memory.
 
-    Raises `architecture_unsupported` for what is no causal language model, and for caches that hold more than keys
-    and values by position (recurrent, hybrid, convolution, shared between layers).
+    Raises `architecture_unsupported` for what is no causal language model, for what the table of architectures
+    refuses, and for caches that hold more than rows by position (recurrent, hybrid, convolution, shared between layers)
+    in architectures that were not proven with them.
     """
+    check_torch(of_model_type(str(config.model_type)))
     if getattr(config, "quantization_config", None) is not None:
         raise unsupported(config, "its checkpoint is quantised; take the unquantised one, or a GGUF file")
     try:
@@ -163,10 +168,20 @@ def _find_parts(model: PreTrainedModel, dtype: torch.dtype) -> Skeleton:
     loose = [name for name, _ in decoder.named_parameters(recurse=False)]
     norms = [name for name, child in rest if _is_norm(child)]
     norm = norms[0] if len(norms) == 1 else None
-    strangers = (*(name for name, _ in rest if name != norm), *loose)
-    count = len(getattr(decoder, lists[0]))
+    behind = tuple(name for name, _ in rest if name in _BEHIND)
+    strangers = (*(name for name, _ in rest if name != norm and name not in behind), *loose)
     return Skeleton(
-        model, decoder, decoder.config, count, dtype, decoder_name, lists[0], embeddings[0], norm, strangers
+        model=model,
+        decoder=decoder,
+        config=decoder.config,
+        n_layers=len(getattr(decoder, lists[0])),
+        dtype=dtype,
+        decoder_name=decoder_name,
+        layers_name=lists[0],
+        embedding_name=embeddings[0],
+        norm_name=norm,
+        behind=behind,
+        strangers=strangers,
     )
 
 
@@ -183,10 +198,11 @@ def _is_norm(module: nn.Module) -> bool:
 def _check_caches(skeleton: Skeleton) -> None:
     """Refuse, from the configuration of all layers, what a cut of this model could never hold."""
     config = skeleton.config
-    if skeleton.model._is_stateful:
+    proven = of_model_type(str(config.model_type)).torch == "supported"
+    if skeleton.model._is_stateful and not proven:
         raise unsupported(config, "it keeps a recurrent state, which is not supported yet")
     for layer in DynamicCache(config=config).layers:
-        if type(layer) not in CACHE_LAYERS:
+        if type(layer) not in (*ROW_LAYERS, *(STATE_LAYERS if proven else ())):
             raise unsupported(config, f"its cache ({type(layer).__name__}) is not supported yet")
     if getattr(config, "num_kv_shared_layers", 0):
         raise unsupported(config, "its layers share keys and values, which is not supported yet")
@@ -208,8 +224,10 @@ def cut(skeleton: Skeleton, first: int, last: int) -> None:
     decoder.config = cut_config(skeleton.config, first, last)
     if first > 0:
         decoder.set_submodule(skeleton.embedding_name, nn.Identity())
-    if last < skeleton.n_layers and skeleton.norm_name is not None:
-        setattr(decoder, skeleton.norm_name, nn.Identity())
+    if last < skeleton.n_layers:
+        for name in (skeleton.norm_name, *skeleton.behind):
+            if name is not None:
+                setattr(decoder, name, nn.Identity())
 
 
 def cut_config(config: PreTrainedConfig, first: int, last: int) -> PreTrainedConfig:

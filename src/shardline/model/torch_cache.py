@@ -6,7 +6,7 @@ nothing. Numbers are read from the cache itself, never kept beside it. Shown by 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +17,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from shardline.errors import ShardlineError
 from shardline.formats.safetensors import parse_header
+from shardline.model.torch_layers import (
+    LayerForm,
+    counts_tokens,
+    form_of,
+    is_positional,
+    put_back,
+    tensors_of,
+    window_of,
+)
 
 FORM = "shardline-slot-1"
 _ROOM = 32
@@ -73,64 +82,71 @@ def _room(held: torch.Tensor, new: torch.Tensor, used: int, end: int) -> torch.T
     return room
 
 
-def new_cache(config: PreTrainedConfig) -> DynamicCache:
+class SlotCache(DynamicCache):  # type: ignore[misc]
+    """The cache of one slot. It counts its tokens itself where no layer of the Shard does."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        made: list[Any] = self.layers
+        self.layers: list[Any] = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in made]
+        self._counting = next((layer for layer in self.layers if counts_tokens(layer)), None)
+        self._seen = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions that the cache has seen."""
+        if self._counting is None:
+            return self._seen
+        return int(self._counting.get_seq_length())
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask is for; without attention nothing is masked by it."""
+        if self._counting is None:
+            return self._seen + query_length, 0
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def note(self, tokens: int) -> None:
+        """So many tokens went through all layers."""
+        self._seen += tokens
+
+    def reset(self) -> None:
+        super().reset()
+        self._seen = 0
+
+
+def new_cache(config: PreTrainedConfig) -> SlotCache:
     """An empty cache for the layers that `config` describes."""
-    cache = DynamicCache(config=config)
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+    return SlotCache(config)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerForm:
-    """What one layer keeps: shapes of keys and values for one token ([heads, width]), dtype, and its window."""
-
-    keys: tuple[int, int]
-    values: tuple[int, int]
-    dtype: torch.dtype
-    window: int | None
-    """None: full attention."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        return (self.keys[0] * self.keys[1] + self.values[0] * self.values[1]) * self.dtype.itemsize
-
-    def kept(self, tokens: int) -> int:
-        """How many of `tokens` positions are still in the cache."""
-        return tokens if self.window is None else min(tokens, self.window - 1)
-
-
-def window_of(layer: DynamicLayer) -> int | None:
-    return int(layer.sliding_window) if layer.is_sliding else None
-
-
-def forms_of(cache: DynamicCache) -> tuple[LayerForm, ...]:
+def forms_of(cache: SlotCache) -> tuple[LayerForm, ...]:
     """The forms of all layers of a cache that holds something."""
-    return tuple(
-        LayerForm(
-            (layer.keys.shape[1], layer.keys.shape[3]),
-            (layer.values.shape[1], layer.values.shape[3]),
-            layer.keys.dtype,
-            window_of(layer),
-        )
-        for layer in cache.layers
-    )
+    return tuple(form_of(layer) for layer in cache.layers)
 
 
-def tokens_in(cache: DynamicCache) -> int:
-    """Positions that the cache has seen, as its first layer counts them."""
-    return int(cache.get_seq_length())
+def tokens_in(cache: SlotCache) -> int:
+    """Positions that the cache has seen, as its layers count them."""
+    return cache.get_seq_length()
 
 
-def check_exact(cache: DynamicCache, position: int) -> None:
+def check_exact(cache: SlotCache, position: int) -> None:
     """`rollback_unsupported` where what the cache was at `position` is not in it any more: a sliding window that has
-    moved on no longer holds what came before it."""
+    moved on no longer holds what came before it, and a recurrent or compressed state never does."""
     tokens = tokens_in(cache)
     if not 0 <= position <= tokens:
         raise ShardlineError(
             "rollback_unsupported", f"position {position} lies outside of the {tokens} tokens held", position=position
         )
+    if position == tokens:
+        return
+    if not all(is_positional(layer) for layer in cache.layers):
+        raise ShardlineError(
+            "rollback_unsupported",
+            f"its layers keep a state that cannot be taken back: {tokens} tokens are held",
+            position=position,
+        )
     windows = [w for w in map(window_of, cache.layers) if w is not None]
-    if position < tokens and windows and tokens >= min(windows):
+    if windows and tokens >= min(windows):
         raise ShardlineError(
             "rollback_unsupported",
             f"the sliding window of {min(windows)} has passed: {tokens} tokens are held",
@@ -138,40 +154,49 @@ def check_exact(cache: DynamicCache, position: int) -> None:
         )
 
 
-def rollback(cache: DynamicCache, position: int) -> None:
+def rollback(cache: SlotCache, position: int) -> None:
     """Drop all at and above `position`. Exact, or `rollback_unsupported`."""
     check_exact(cache, position)
     tokens = tokens_in(cache)
+    if position == tokens:
+        return
     if position == 0:
         cache.reset()
-    elif position < tokens:
+    else:
         cache.crop(position - tokens)
 
 
-def fork(source: DynamicCache, target: DynamicCache, position: int) -> None:
-    """Fill an empty cache with a copy of what `source` was at `position`. Exact, or `rollback_unsupported`."""
+def fork(source: SlotCache, target: SlotCache, position: int) -> None:
+    """Fill an empty cache with a copy of what `source` was at `position`. Exact, or `rollback_unsupported`; a copy of
+    all that it holds is always exact."""
     check_exact(source, position)
-    if any(held.keys.shape[-2] < position for held in source.layers):
-        raise ShardlineError(
-            "rollback_unsupported", f"a sliding window has moved on before position {position}", position=position
-        )
     for held, layer in zip(source.layers, target.layers, strict=True):
-        layer.update(held.keys[:, :, :position], held.values[:, :, :position])
+        form = form_of(held)
+        tensors = tensors_of(held, form)
+        if is_positional(held) and window_of(held) is None:
+            layer.update(tensors["keys"][:, :, :position], tensors["values"][:, :, :position])
+            if "indexer_keys" in tensors:
+                layer.update_indexer(tensors["indexer_keys"][:, :position])
+        elif position < tokens_in(source):
+            layer.update(tensors["keys"][:, :, :position], tensors["values"][:, :, :position])
+        else:
+            put_back(layer, form, {name: tensor.clone() for name, tensor in tensors.items()}, position)
+    target.note(position)
 
 
-def save(cache: DynamicCache, shard: str) -> bytes:
+def save(cache: SlotCache, shard: str) -> bytes:
     """The cache as one safetensors document; `shard` says whose it is (any text, compared by `restore`)."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     tokens = tokens_in(cache)
     if tokens:
         for index, layer in enumerate(cache.layers):
-            tensors[f"{index}.keys"] = layer.keys.contiguous()
-            tensors[f"{index}.values"] = layer.values.contiguous()
+            held = tensors_of(layer, form_of(layer))
+            tensors |= {f"{index}.{name}": tensor.clone().contiguous() for name, tensor in held.items()}
     # One entry only: the writer keeps no order among several, and a state shall have the same bytes every time.
     return bytes(save_tensors(tensors, {"slot": f"{FORM} {tokens} {shard}"}))
 
 
-def restore(cache: DynamicCache, state: bytes, shard: str, forms: tuple[LayerForm, ...]) -> None:
+def restore(cache: SlotCache, state: bytes, shard: str, forms: tuple[LayerForm, ...]) -> None:
     """Fill an empty cache from what `save` gave; `snapshot_invalid` for what is damaged, or not of this Shard."""
     label, tensors = _read(state)
     form, _, rest = label.partition(" ")
@@ -182,20 +207,20 @@ def restore(cache: DynamicCache, state: bytes, shard: str, forms: tuple[LayerFor
         raise _invalid("it does not say how many tokens it holds")
     tokens = int(count)
     expected = {
-        f"{index}.{part}": ((1, shape[0], form.kept(tokens), shape[1]), form.dtype)
-        for index, form in enumerate(forms)
-        for part, shape in (("keys", form.keys), ("values", form.values))
-        if tokens
+        f"{index}.{name}": what
+        for index, layer_form in enumerate(forms)
+        for name, what in (layer_form.expected(tokens) if tokens else {}).items()
     }
     if {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} != expected:
         raise _invalid("its tensors are not those of this Shard")
     for index, layer in enumerate(cache.layers if tokens else ()):
-        keys, values = tensors[f"{index}.keys"], tensors[f"{index}.values"]
+        prefix = f"{index}."
+        held = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         if isinstance(layer, RoomyLayer):
-            layer.hold(keys, values)
+            layer.hold(held["keys"], held["values"])
         else:
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values, layer.cumulative_length = keys, values, tokens
+            put_back(layer, forms[index], held, tokens)
+    cache.note(tokens)
 
 
 def _read(state: bytes) -> tuple[str, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""A loaded Shard as a function of tensors: token ids or rows in, rows or logits out, one cache a call.
+"""A loaded Shard as a function of tensors: token ids and what crossed a Seam in, rows or logits out, one cache a call.
 
 Owns the two ways through the model (decoder alone; with the output matrix behind it) and what is observed once after
 loading: that nothing happens to rows outside of the layers, which a cut could not reproduce, and what the caches hold.
@@ -8,16 +8,19 @@ Knows no bytes, slots or sessions (torch_backend.py). Shown by tests/model/test_
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
 
 from shardline.errors import ShardlineError
 from shardline.model.torch_build import Skeleton, unsupported
-from shardline.model.torch_cache import LayerForm, forms_of, new_cache
+from shardline.model.torch_cache import SlotCache, forms_of, new_cache
+from shardline.model.torch_layers import LayerForm, is_positional
+from shardline.model.torch_seam import ShardEnds, ShardInput
 
 _OBSERVED_ROWS = 3
 
@@ -35,6 +38,7 @@ class TorchShard:
         self.hidden_size = int(skeleton.config.hidden_size)
         self.vocab_size = int(skeleton.config.vocab_size)
         self._check_signature()
+        self.ends = ShardEnds(skeleton, first, last)
 
     def _check_signature(self) -> None:
         wanted = [(self._decoder, "inputs_embeds"), (self._decoder, "cache"), (self._model, "logits_to_keep")]
@@ -42,25 +46,31 @@ class TorchShard:
             if name not in inspect.signature(module.forward).parameters:
                 raise unsupported(self._skeleton.config, f"{type(module).__name__} takes no {name}")
 
-    def new_cache(self) -> DynamicCache:
+    def new_cache(self) -> SlotCache:
         return new_cache(self._decoder.config)
 
-    def hidden(self, inputs: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Rows behind the last layer, [1, rows, hidden_size]; on the tail behind the final norm.
+    def hidden(self, given: ShardInput, cache: SlotCache) -> tuple[torch.Tensor, ...]:
+        """The tensors of the layout behind the last layer, [1, rows, …]; on the tail one, behind the final norm."""
+        with self._step(given, cache) as arguments:
+            result = self._decoder(**arguments)
+            return self.ends.outputs(result.last_hidden_state)
 
-        `inputs`: token ids (int64, [1, rows]) on the head, rows ([1, rows, hidden_size]) elsewhere.
-        """
-        with torch.inference_mode():
-            result = self._decoder(**_named(inputs), cache=cache, use_cache=True)
-        hidden: torch.Tensor = result.last_hidden_state
-        return hidden
-
-    def logits(self, inputs: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    def logits(self, given: ShardInput, cache: SlotCache) -> torch.Tensor:
         """On the tail: float32 logits behind the last row, [vocab_size]."""
-        with torch.inference_mode():
-            result = self._model(**_named(inputs), cache=cache, use_cache=True, logits_to_keep=1)
+        with self._step(given, cache) as arguments:
+            result = self._model(**arguments, logits_to_keep=1)
             logits: torch.Tensor = result.logits[0, -1].float()
-        return logits
+            return logits
+
+    @contextmanager
+    def _step(self, given: ShardInput, cache: SlotCache) -> Iterator[dict[str, Any]]:
+        """One forward call, without gradients: what to call the model with; its tokens count when it has ended well."""
+        try:
+            with torch.inference_mode():
+                yield {**self.ends.arguments(given), "cache": cache, "use_cache": True}
+            cache.note(given.tokens.shape[1])
+        finally:
+            self.ends.forget()
 
     def observe(self) -> tuple[LayerForm, ...]:
         """Run random rows through the Shard, watch its layers, and return what each of them keeps in a cache.
@@ -68,16 +78,13 @@ class TorchShard:
         Raises `architecture_unsupported` where the model does something to the rows in front of, between or behind
         its layers, so that a Shard of some of them would not compute what the whole model does.
         """
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(1, _OBSERVED_ROWS, self.hidden_size, generator=generator).to(self.dtype)
         cache = self.new_cache()
         try:
+            rows = self.ends.random(self._skeleton, _OBSERVED_ROWS, _OBSERVED_ROWS)
             passed, result = self._watch(rows, cache)
             self._check_passage(rows, passed, result)
             self._check_cache(cache, _OBSERVED_ROWS)
-            token = torch.zeros((1, 1), dtype=torch.int64)
-            self._check_outputs(token if self.is_head else rows[:, :1], cache)
-            self._check_cache(cache, _OBSERVED_ROWS + (2 if self.is_tail else 1))
+            self._check_outputs(cache)
             return forms_of(cache)
         except (ShardlineError, MemoryError):
             raise
@@ -86,7 +93,7 @@ class TorchShard:
                 raise
             raise self._unsupported(f"its layers do not run alone ({type(error).__name__}: {error})"[:400]) from error
 
-    def _watch(self, rows: torch.Tensor, cache: DynamicCache) -> tuple[list[tuple[Any, Any]], torch.Tensor]:
+    def _watch(self, given: ShardInput, cache: SlotCache) -> tuple[list[tuple[Any, Any]], torch.Tensor]:
         passed: list[tuple[Any, Any]] = []
 
         def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -95,16 +102,16 @@ class TorchShard:
 
         hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in self._skeleton.layers]
         try:
-            return passed, self.hidden(rows, cache)
+            return passed, self.hidden(given, cache)[0]
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _check_passage(self, rows: torch.Tensor, passed: list[tuple[Any, Any]], result: torch.Tensor) -> None:
+    def _check_passage(self, given: ShardInput, passed: list[tuple[Any, Any]], result: torch.Tensor) -> None:
         if len(passed) != len(self._skeleton.layers):
             raise self._unsupported(f"{len(passed)} of its {len(self._skeleton.layers)} layers ran")
         whole = self.is_head and self.is_tail
-        if not whole and not _same_bits(passed[0][0], rows):
+        if not whole and not _same_bits(passed[0][0], self._entering(given)):
             raise self._unsupported("it changes the embedded rows in front of its first layer")
         for (_, before), (after, _) in pairwise(passed):
             if not whole and not _same_bits(before, after):
@@ -112,24 +119,42 @@ class TorchShard:
         if not self.is_tail and not _same_bits(passed[-1][1], result):
             raise self._unsupported("it changes the rows behind its last layer, beyond the norm")
 
-    def _check_cache(self, cache: DynamicCache, tokens: int) -> None:
+    def _entering(self, given: ShardInput) -> torch.Tensor:
+        if given.rows:
+            return given.rows[0]
+        embedding = self._decoder.get_submodule(self._skeleton.embedding_name)
+        with torch.inference_mode():
+            return self.ends.embedded(given.tokens, embedding)
+
+    def _check_cache(self, cache: SlotCache, tokens: int) -> None:
+        if cache.get_seq_length() != tokens:
+            raise self._unsupported("its caches do not count tokens")
         for index, layer in enumerate(cache.layers):
+            if not is_positional(layer):
+                continue
             if layer.get_seq_length() != tokens or layer.keys.dim() != 4 or layer.values.dim() != 4:
                 raise self._unsupported(f"its layer {index} does not keep keys and values by position")
 
-    def _check_outputs(self, inputs: torch.Tensor, cache: DynamicCache) -> None:
-        hidden = self.hidden(inputs, cache)
-        if hidden.shape != (1, 1, self.hidden_size) or hidden.dtype != self.dtype:
-            raise self._unsupported(f"its rows are {hidden.dtype} {tuple(hidden.shape)}")
-        if self.is_tail and self.logits(inputs, cache).shape != (self.vocab_size,):
-            raise self._unsupported("its logits do not fit its vocabulary")
+    def _check_outputs(self, cache: SlotCache) -> None:
+        held = _OBSERVED_ROWS + 1
+        given = self.ends.random(self._skeleton, 1, held)
+        given = ShardInput(given.tokens) if self.is_head else given
+        outputs = self.hidden(given, cache)
+        self._check_cache(cache, held)
+        expected = [tensor.shape for tensor in self.ends.layout_out.tensors] or [(self.hidden_size,)]
+        if [tuple(t.shape) for t in outputs] != [(1, 1, *shape) for shape in expected] or outputs[
+            0
+        ].dtype != self.dtype:
+            raise self._unsupported(f"its rows are {outputs[0].dtype} {tuple(outputs[0].shape)}")
+        if self.is_tail:
+            last = self.ends.random(self._skeleton, 1, held + 1)
+            last = ShardInput(last.tokens) if self.is_head else last
+            if self.logits(last, cache).shape != (self.vocab_size,):
+                raise self._unsupported("its logits do not fit its vocabulary")
+            self._check_cache(cache, held + 1)
 
     def _unsupported(self, why: str) -> ShardlineError:
         return unsupported(self._skeleton.config, why)
-
-
-def _named(inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"inputs_embeds": inputs} if inputs.is_floating_point() else {"input_ids": inputs}
 
 
 def _same_bits(one: Any, two: Any) -> bool:

@@ -119,6 +119,20 @@ def test_pipes_links_and_folders_without_access_are_passed_over(artifact: Stored
     assert adopt(artifact, 0, odd / "pipe") is None
 
 
+def test_a_file_behind_a_link_is_used_where_it_lies(artifact: StoredArtifact, cache: Path, tmp_path: Path) -> None:
+    """As caches name theirs: a folder for people, with links to files called by their digests."""
+    named = tmp_path / "snapshots" / "main"
+    named.mkdir(parents=True)
+    (named / "circle.gguf").symlink_to(named / "circle.gguf")
+    (named / "gone.gguf").symlink_to(tmp_path / "absent")
+    (named / "model.gguf").symlink_to(os.path.relpath(cache, named))
+    (taken,) = adopt_all(artifact, [named])
+    assert (taken.way, taken.path) == ("reference", cache.resolve())
+    assert artifact.files[0].path() == cache.resolve(), "the link may go: the file is what is read"
+    (named / "model.gguf").unlink()
+    assert len(artifact.files[0].held()) == artifact.files[0].count
+
+
 def test_removing_the_artifact_leaves_the_file(artifact: StoredArtifact, cache: Path) -> None:
     adopt(artifact, 0, cache)
     artifact.close()

@@ -87,7 +87,9 @@ def adopt(artifact: StoredArtifact, number: int, path: Path, *, refer: bool = Tr
         if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size) or not good:
             return None
         if len(good) == file.count and refer:
-            file.refer(path.resolve(), after)
+            # The file itself: the link may go, or lead elsewhere tomorrow.
+            path = path.resolve()
+            file.refer(path, after)
             return Adopted(path, number, "reference", len(good))
         return _copied(artifact, number, path, handle, good)
     except OSError as error:
@@ -151,7 +153,8 @@ def _good_pieces(file: StoredFile, handle: int) -> Iterator[int]:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Plain files below, bounded in number and depth; links are not followed, what cannot be read is passed over."""
+    """Plain files below, bounded in number and depth, also behind links: caches name their files by links. Links to
+    folders are not followed, what cannot be read is passed over."""
     waiting, count = [(folder, 0)], 0
     while waiting:
         at, depth = waiting.pop()
@@ -164,8 +167,16 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 if entry.is_dir(follow_symlinks=False):
                     if depth < DEPTH_LIMIT:
                         waiting.append((Path(entry.path), depth + 1))
-                elif entry.is_file(follow_symlinks=False):
-                    yield Path(entry.path), entry.stat(follow_symlinks=False)
+                elif (found := _plain(entry)) is not None:
+                    yield Path(entry.path), found
+
+
+def _plain(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """What an entry leads to, where that is a plain file; a link into a circle must not hide its neighbours."""
+    try:
+        return entry.stat() if entry.is_file() else None
+    except OSError:
+        return None
 
 
 def adopt_all(artifact: StoredArtifact, folders: Iterable[Path], *, refer: bool = True) -> list[Adopted]:

@@ -145,7 +145,7 @@ function actions(message) {
 function curl() {
   const body = JSON.stringify(bodyOf(chat.messages.slice(0, -1))).replaceAll("'", "'\\''");
   const url = new URL("v1/chat/completions", document.baseURI);
-  return `curl -N ${url} -H 'Content-Type: application/json' -H "Authorization: Bearer $SHARDLINE_KEY" -d '${body}'`;
+  return `curl -N ${url} -H 'Content-Type: application/json' -H "Authorization: Bearer $SHARDLINE_API_KEY" -d '${body}'`;
 }
 
 const canAsk = () => Boolean(model()) && may("generate");

@@ -66,7 +66,7 @@ def far_route(folder: Path, model: Path, engine: str) -> Iterator[tuple[Route, F
     configuration = resolve(flags={"state_dir": str(folder)}, assignments=(), config=None, environ={})
     with ExitStack() as stack, Supervisor(folder / "logs", lambda child: None) as supervisor:
         cluster = Far(supervisor, plan, stack)
-        credential = credential_of(configuration)
+        credential = credential_of(configuration, starts=True)
         cluster.start_far(GlobalFlags(given=["--state-dir", str(folder)], added=["--set", "drain_s=1"]))
         yield Route(cluster, credential), cluster
 

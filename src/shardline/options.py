@@ -25,6 +25,7 @@ StartPhase = Literal[
     "fetching",
     "waiting",
     "verifying",
+    "cutting",
     "loading",
     "testing",
     "ready",
@@ -37,8 +38,9 @@ class Announce(Protocol):
 
     Of a Node without a file: `chosen` (name, content_id, reason): which model. `fetching` (done, total, bytes_per_s,
     source, seconds_left): bytes of its Shard. `waiting` (reason): nobody has what is missing, or nobody says who.
-    `verifying` (done, total): pieces. `placed` (first, last, n_layers, model, reason): by the Tracker. Of a seeder:
-    `adopting` (name): files are read; `offering` (name, content_id, held, total): bytes.
+    `verifying` (done, total): pieces. `cutting` (done, total): bytes of the Shard file. `placed` (first, last,
+    n_layers, model, reason): by the Tracker. Of a seeder: `adopting` (name): files are read; `offering` (name,
+    content_id, held, total): bytes.
 
     `listening` (url): the socket is bound. `inviting` (line): what `node --join` takes, once; of a Tracker with
     cluster keys, at its start and after each join. `loading` (done, total): bytes or layers of a Shard. `testing`: the

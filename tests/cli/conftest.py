@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.state import put_credential
+
 
 @dataclass
 class Stage:
@@ -62,8 +64,9 @@ def stage() -> Iterator[Stage]:
 
 @pytest.fixture(autouse=True)
 def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test reads or writes the state and configuration of the person who runs it."""
+    """No test reads or writes the state and configuration of the person who runs it. A cluster was started before."""
     folder = tmp_path_factory.mktemp("xdg")
+    put_credential(folder / "state" / "shardline")
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
 

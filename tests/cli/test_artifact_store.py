@@ -90,7 +90,10 @@ def test_scrub_and_rm(tmp_path: Path, bundle: Path) -> None:
     assert run(state, "list").stdout == "nothing is in the store\n"
     content_id = answer(state, "fetch", bundle, "--allow-unsigned", "--files", tmp_path / "model")["content_id"]
     assert answer(state, "scrub", content_id)["bad"] == {}
-    assert run(state, "rm", content_id).stdout.startswith(content_id)
+    for given in (content_id[:12], content_id[5:12], "llama-8.gguf"):
+        assert answer(state, "scrub", given)["content_id"] == content_id
+        assert answer(state, "show", given)["content_id"] == content_id
+    assert run(state, "rm", content_id[5:12]).stdout.startswith(content_id)
     assert answer(state, "list") == []
     with pytest.raises(ShardlineError, match="not in the store"):
         run(state, "rm", content_id)
@@ -105,3 +108,21 @@ def test_what_another_signed_is_not_fetched(tmp_path: Path, bundle: Path) -> Non
         with pytest.raises(ShardlineError, match=words) as caught:
             run(tmp_path / "two", "fetch", folder, "--public-key", other)
         assert caught.value.code == "artifact_untrusted" and "--allow-unsigned" not in caught.value.advice
+
+
+def test_a_wrong_credential_is_told_from_missing_pieces(tmp_path: Path, bundle: Path, seeded: str) -> None:
+    fetch = ("fetch", bundle, "--allow-unsigned", "--from", seeded.removeprefix("http://"))
+    with pytest.raises(ShardlineError, match="there is no cluster credential"):
+        run(tmp_path / "three", *fetch)
+    credential = tmp_path / "three" / "credential"
+    assert not credential.exists()
+    credential.write_text("not-the-one-of-this-cluster")
+    credential.chmod(0o600)
+    with pytest.raises(ShardlineError, match="cluster credential") as caught:
+        run(tmp_path / "three", *fetch)
+    assert caught.value.code == "artifact_unavailable" and f"{credential} (mode 600)" in caught.value.advice
+    assert run(tmp_path / "two", *fetch).exit_code == 0
+
+
+def test_a_state_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    assert f"there is no folder {tmp_path / 'nowhere'}" in run(tmp_path / "nowhere", "list").stderr

@@ -86,6 +86,8 @@ def test_a_stream_that_breaks_off_is_not_taken_for_whole(stage) -> None:
     ("who", "code", "words"),
     [
         ("Gateway", "unauthorized", "SHARDLINE_API_KEY"),
+        ("Gateway", "unauthorized", "shardline keys add NAME"),
+        ("Gateway", "rate_limit_exceeded", "Ask again in 3 s"),
         ("Tracker", "unauthorized", "--credential-file"),
         ("Gateway", "session_not_found", "`shardline sessions`"),
         ("Gateway", "queue_full", "Ask again in 3 s"),

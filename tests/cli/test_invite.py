@@ -24,6 +24,7 @@ from cryptography import x509
 from shardline.cli.main import cli
 from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
 from shardline.transport.authority import Authority, key_pem, new_key, pin_of
+from tests.support.state import put_credential
 
 pytestmark = pytest.mark.timeout(90)
 LINE = r"^\s+shardline node --join '(https://127\.0\.0\.1:\d+/#[\w-]{22}\.[\w-]{43})'$"
@@ -195,9 +196,16 @@ def test_plain_http_to_another_machine_is_asked_for(desk: Desk) -> None:
     assert "reads the credential" in done.stderr
 
 
+def test_a_node_that_waits_for_its_tracker_says_so(desk: Desk) -> None:
+    put_credential(desk.folder / "first" / "shardline")
+    node = ("node", "--model", str(desk.script), "--engine", "scripted", "--tracker", "http://127.0.0.1:9")
+    desk.until(desk.start("first", *node), "^node: waiting: ")
+
+
 def test_what_is_told_before_anything_starts(desk: Desk, tmp_path: Path) -> None:
     node = ("node", "--model", str(desk.script), "--engine", "scripted")
     pin = "p" * 43
+    put_credential(desk.folder / "first" / "shardline")
     for arguments, code, words in (
         (("invite",), 2, "no cluster that other machines can join runs here"),
         (("invite",), 2, "serve --listen 0.0.0.0"),

@@ -213,3 +213,12 @@ def test_config_show_names_sources(monkeypatch) -> None:
     assert answer["push_s"] == {"value": "9.0", "source": "flag --set"}
     assert answer["api_key"]["value"] == "(set)"
     assert "sk-secret-key" not in shown.stdout
+
+
+def test_nodes_that_are_long_gone_are_listed_on_demand(stage: Any) -> None:
+    kv = {"used_tokens": 5, "capacity_tokens": 10, "sessions": 3}
+    listed = [{"id": f"n-{age}", "state": "expired", "last_seen_s": age, "kv": kv} for age in (20.0, 400.0)]
+    stage.json("GET /v1/nodes", {"nodes": listed})
+    short = CliRunner().invoke(cli, ["nodes", "--tracker", stage.url]).output
+    assert "n-20.0" in short and "n-400.0" not in short and "50 %" not in short
+    assert "n-400.0" in CliRunner().invoke(cli, ["nodes", "--all", "--tracker", stage.url]).output

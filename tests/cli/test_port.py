@@ -7,7 +7,9 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from click.testing import CliRunner
 
+from shardline.cli.main import cli
 from shardline.cli.port import check_port
 from shardline.cli.running import RunningCluster
 from shardline.errors import ShardlineError
@@ -55,3 +57,9 @@ def test_a_cluster_of_this_machine_is_named_as_such(taken: int) -> None:
 
 def test_who_typed_make_is_told_what_to_type(taken: int) -> None:
     assert "make demo PORT=" in refusal(taken, by_make=True).advice
+
+
+def test_two_parts_want_two_ports() -> None:
+    done = CliRunner().invoke(cli, ["serve", "--port", "7777", "--tracker-port", "7777"])
+    assert isinstance(done.exception, ShardlineError)
+    assert "--port and --tracker-port are both 7777" in done.exception.message

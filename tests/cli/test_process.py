@@ -124,6 +124,7 @@ def test_words_for_phases() -> None:
     assert in_words("loading", {"done": 12, "total": 30}) == "loading 12/30 layers"
     assert in_words("loading", {"done": 400, "total": 1000}) == "loading 40 %"
     assert in_words("loading", {"done": 113248512, "total": 325654272}) == "loading 113/325 MB"
+    assert in_words("cutting", {"done": 5000, "total": 9000}) == "cutting 5/9 kB"
     assert in_words("loading", {}) == "loading"
     assert in_words("draining", {}) == in_words("draining", {"sessions": 0}) == "ending"
     assert in_words("draining", {"sessions": 1}) == "ending; waits for what runs: 1 session"

@@ -11,6 +11,7 @@ import pytest
 from shardline.cli.main import cli
 from shardline.errors import ShardlineError
 from shardline.options import GatewayOptions, NodeOptions, TrackerOptions
+from tests.support.state import put_credential
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def invoke(*arguments: str) -> click.testing.Result:
 def test_a_node_with_everything(ran: list[Any], tmp_path: Path) -> None:
     model = tmp_path / "ü 模型.gguf"
     model.write_bytes(b"GGUF")
+    put_credential(tmp_path / "s")
     invoke(
         *("--set", "push_s=9", "--state-dir", str(tmp_path / "s"), "node", "--model", str(model)),
         *("--tracker", "http://[::1]:7070", "--layers", "0:15", "--memory", "4GiB", "--engine", "scripted"),
@@ -124,8 +126,17 @@ def test_advice_of_a_credential_and_of_a_refusal_is_for_a_person(
     monkeypatch.setattr("shardline.node.run.run", refused)
     done = click.testing.CliRunner().invoke(cli, ["node", "--model", str(tmp_path)])
     assert isinstance(done.exception, ShardlineError)
-    assert "Copy the credential from the Tracker's machine" in done.exception.advice
+    assert "`credential` in its state folder" in done.exception.advice and "mode 600" in done.exception.advice
 
 
 def test_a_role_in_front_of_a_person_announces_in_words(ran: list[Any]) -> None:
     assert invoke("tracker").stdout == "tracker: ready\ntracker: ended\n"
+
+
+@pytest.mark.parametrize("role", ["node", "gateway"])
+def test_only_who_starts_a_cluster_makes_a_credential(ran: list[Any], tmp_path: Path, role: str) -> None:
+    state = tmp_path / "state"
+    refused = click.testing.CliRunner().invoke(cli, ["--state-dir", str(state), role]).exception
+    assert isinstance(refused, ShardlineError) and refused.param == "credential_file" and not ran
+    assert f"{state / 'credential'} (mode 600)" in refused.advice
+    assert not (state / "credential").exists()

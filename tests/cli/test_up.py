@@ -122,7 +122,13 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 def test_a_cluster_starts_answers_and_ends(terminal: Terminal) -> None:
     terminal.up("--nodes", "3")
-    for words in ("node-1   0:2", "node-3   4:6", "ready after", "curl -N http://127.0.0.1:"):
+    for words in (
+        "node-1   0:2",
+        "node-3   4:6",
+        "ready after",
+        "Page, for a browser: http://",
+        "curl -N http://127.0.0.1:",
+    ):
         assert words in terminal.out
     # Every command finds the cluster without a flag.
     nodes = json.loads(terminal.run("nodes", "--json").stdout)["nodes"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardline.cli.invocation import Invocation, pass_invocation
 from shardline.cli.listings import as_json_option, columns, size
 from shardline.cli.offering import believed, refuse_private
 from shardline.cli.progress import progress
@@ -136,19 +137,25 @@ def verify(path: Path, public_keys: tuple[Path, ...], files: Path | None, as_jso
 
 
 @artifact.command()
-@click.argument("path", type=_EXISTING, metavar="DIR|MODEL")
+@click.argument("path", type=click.Path(path_type=Path), metavar="DIR|MODEL|CONTENT_ID")
 @key_option
 @files_option
 @as_json_option
-def show(path: Path, public_keys: tuple[Path, ...], files: Path | None, as_json: bool) -> None:
+@pass_invocation
+def show(invocation: Invocation, path: Path, public_keys: tuple[Path, ...], files: Path | None, as_json: bool) -> None:
     """Show what an artifact says, and which layers are there.
 
-    With --files: which layers the files in FOLDER hold whole. For that all of them are read and hashed; they may have
-    holes, be cut short, or be absent.
+    Also of one in the store, by its content_id, the beginning of that, or its name. With --files: which layers the
+    files in FOLDER hold whole. For that all of them are read and hashed; they may have holes, be cut short, or be
+    absent.
     """
     from shardline.artifact.ranges import servable
     from shardline.artifact.verification import held_pieces
 
+    if not path.exists():
+        from shardline.cli.artifact_store import stored_bundle
+
+        path = stored_bundle(invocation, str(path))
     bundle = _load(path, public_keys)
     answer = {**_facts(bundle), "signature": _signature(bundle)}
     text = _lines(bundle) + f"\nsignature   {_signature_words(bundle)}"

@@ -17,8 +17,9 @@ import click
 import msgspec
 
 from shardline.cli.artifact import key_option, publisher_key
-from shardline.cli.invocation import Invocation, credential_of, pass_invocation
-from shardline.cli.listings import as_json_option, columns, size
+from shardline.cli.config import normal_url
+from shardline.cli.invocation import Invocation, credential_of, note_absent_state, pass_invocation
+from shardline.cli.listings import as_json_option, columns, full_id, size
 from shardline.cli.offering import believed
 from shardline.cli.progress import progress
 from shardline.cli.roles import STORE_FOLDER
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from shardline.artifact.bundle import TrustPolicy
     from shardline.artifact.fetch import Fetch, FetchProgress
     from shardline.artifact.store import Store, StoredArtifact
+    from shardline.cli.config import Configuration
 
 store_option = click.option(
     "--store",
@@ -46,7 +48,7 @@ store_option = click.option(
 @pass_invocation
 def list_artifacts(invocation: Invocation, folder: Path | None, as_json: bool) -> None:
     """List what is in the store, and which layers are held."""
-    with _store(invocation, folder) as store:
+    with _store(invocation, folder, looks=True) as store:
         found = [_holding(store, content_id) for content_id in store.content_ids()]
     rows = [
         (h["name"], size(h["held_bytes"]), size(h["total_bytes"]), _layers(h["servable"]), h["content_id"])
@@ -57,7 +59,7 @@ def list_artifacts(invocation: Invocation, folder: Path | None, as_json: bool) -
 
 
 @click.command()
-@click.argument("content_id", metavar="CONTENT_ID")
+@click.argument("content_id", metavar="CONTENT_ID|NAME")
 @store_option
 @as_json_option
 @pass_invocation
@@ -66,13 +68,14 @@ def rm(invocation: Invocation, content_id: str, folder: Path | None, as_json: bo
 
     Refused while a process of this machine uses it. Files of other programs that it refers to stay.
     """
-    with _store(invocation, folder) as store:
+    with _store(invocation, folder, looks=True) as store:
+        content_id = _full_id(store, content_id)
         freed = store.remove(content_id)
     _print(as_json, {"content_id": content_id, "freed_bytes": freed}, f"{content_id}: {size(freed)} freed")
 
 
 @click.command()
-@click.argument("content_id", metavar="CONTENT_ID")
+@click.argument("content_id", metavar="CONTENT_ID|NAME")
 @store_option
 @as_json_option
 @pass_invocation
@@ -85,14 +88,20 @@ def scrub(invocation: Invocation, content_id: str, folder: Path | None, as_json:
     from shardline.artifact.scrub import scrub as scrub_pieces
 
     pace = invocation.configuration().settings.scrub_bytes_per_s
-    with _store(invocation, folder) as store, _opened(store, content_id) as found, progress("Reading") as show:
-        report = asyncio.run(scrub_pieces(found, bytes_per_s=pace, progress=show))
+    with _store(invocation, folder, looks=True) as store:
+        content_id = _full_id(store, content_id)
+        with _opened(store, content_id) as found, progress("Reading") as show:
+            report = asyncio.run(scrub_pieces(found, bytes_per_s=pace, progress=show))
     bad = sum(map(len, report.bad.values()))
     text = f"{content_id}: {size(report.checked_bytes)} read, {bad} pieces damaged, {report.found} found again"
     answer = {"content_id": content_id, "checked_bytes": report.checked_bytes, "bad": report.bad, "found": report.found}
     _print(as_json, answer, text)
     if bad:
-        raise ShardlineError("artifact_mismatch", f"{bad} pieces on this disk were damaged, and are held no longer")
+        raise ShardlineError(
+            "artifact_mismatch",
+            f"{bad} pieces on this disk were damaged, and are held no longer",
+            advice="Bring them again: shardline artifact fetch, or start the Node, which fetches what it lacks.",
+        )
 
 
 @click.command()
@@ -136,7 +145,7 @@ def fetch(
         first, last = layers or (0, n_layers)
         wanted = found.wanted(first, last) if layers else {n: range(f.count) for n, f in enumerate(found.files)}
         taken = adopt_all(found, folders)
-        told = asyncio.run(_fetched(invocation, found, wanted, urls))
+        told = asyncio.run(_fetched(invocation, found, wanted, [normal_url(url) for url in urls]))
     sources = [msgspec.to_builtins(source) for source in told.sources]
     answer = {
         "content_id": found.content_id,
@@ -155,7 +164,7 @@ def fetch(
     _print(as_json, answer, "\n".join(lines))
 
 
-async def _fetched(invocation: Invocation, found: StoredArtifact, wanted: Any, urls: tuple[str, ...]) -> FetchProgress:
+async def _fetched(invocation: Invocation, found: StoredArtifact, wanted: Any, urls: list[str]) -> FetchProgress:
     from shardline.artifact.fetch import Fetch
     from shardline.node.artifact_pieces import piece_files
     from shardline.transport.http_client import HttpClient
@@ -174,9 +183,22 @@ async def _fetched(invocation: Invocation, found: StoredArtifact, wanted: Any, u
         for url in found.bundle.manifest.transport.webseeds:
             job.add(WebSeed(seeds, url, files, pace))
         return await _with_line(job)
+    except ShardlineError as error:
+        raise _for_its_cause(error, configuration) from None
     finally:
         await nodes.aclose()
         await seeds.aclose()
+
+
+def _for_its_cause(error: ShardlineError, configuration: Configuration) -> ShardlineError:
+    """Sources that did not take our credential have the pieces: that it is another one is what to mend."""
+    if error.code != "artifact_unavailable" or "cluster credential" not in error.message:
+        return error
+    advice = (
+        f"Copy `credential` from the state folder of the machine that gives them to {configuration.credential_path} "
+        "(mode 600), or name it: shardline --credential-file FILE …"
+    )
+    return ShardlineError(error.code, error.message, advice=advice, **error.details)
 
 
 async def _with_line(job: Fetch) -> FetchProgress:
@@ -198,10 +220,13 @@ def _show(told: FetchProgress) -> None:
 
 
 @contextlib.contextmanager
-def _store(invocation: Invocation, folder: Path | None) -> Iterator[Store]:
+def _store(invocation: Invocation, folder: Path | None, *, looks: bool = False) -> Iterator[Store]:
+    """`looks`: for what is there, so that a state folder that is not there is told."""
     from shardline.artifact.store import Store
 
     configuration = invocation.configuration()
+    if looks and folder is None:
+        note_absent_state(configuration)
     reserve = configuration.settings.store_reserve_bytes
     store = Store(folder or configuration.state_dir / STORE_FOLDER, reserve_bytes=reserve)
     try:
@@ -222,6 +247,26 @@ def _opened(store: Store, content_id: str) -> StoredArtifact:
     from shardline.artifact.bundle import TrustPolicy
 
     return store.open(content_id, TrustPolicy(content_ids=frozenset({content_id})))
+
+
+def _full_id(store: Store, given: str) -> str:
+    """The content_id that `given` is, begins (with or without `mac1-`), or names; itself where there is none.
+    `invalid_value` where it is several."""
+    known = store.content_ids()
+    named = []
+    for content_id in known:
+        with contextlib.suppress(ShardlineError), _opened(store, content_id) as found:
+            named += [content_id] if found.bundle.manifest.name == given else []
+    if len(named) > 1:
+        message = f"{len(named)} artifacts are called {given!r}: {', '.join(named)}"
+        raise ShardlineError("invalid_value", message, advice="Give the content_id of the one you mean.")
+    return named[0] if named else full_id(given, known)
+
+
+def stored_bundle(invocation: Invocation, given: str) -> Path:
+    """The folder of the description of what the store has under `given`; `not_found`, `invalid_value`."""
+    with _store(invocation, None, looks=True) as store, _opened(store, _full_id(store, given)) as found:
+        return found.bundle.folder
 
 
 def _holding(store: Store, content_id: str) -> dict[str, Any]:

@@ -28,11 +28,15 @@ STREAM_SILENCE_S = 60.0
 
 
 ADVICE = {
-    ("Gateway", "unauthorized"): "Set SHARDLINE_API_KEY to one of the keys of this Gateway (its --api-keys FILE).",
+    ("Gateway", "unauthorized"): "Set SHARDLINE_API_KEY to a key of this Gateway: one of its "
+    "--api-keys FILE, or a new one, made on its machine: shardline keys add NAME",
+    ("Gateway", "rate_limit_exceeded"): "The key may make so many requests a minute. Ask again in {pause}.",
+    ("Gateway", "concurrency_limit_exceeded"): "The key may have so many requests at a time. Ask again in {pause}.",
     (
         "Tracker",
         "unauthorized",
-    ): "Copy the credential from the Tracker's machine, or name it: shardline --credential-file FILE …",
+    ): "Copy the credential from the Tracker's machine (the file `credential` in its state folder) into the state "
+    "folder of this one, with mode 600; or name it: shardline --credential-file FILE …",
     ("Gateway", "session_not_found"): "`shardline sessions` lists those that this key may see; records expire.",
     ("Gateway", "queue_full"): "Many requests wait already. Ask again in {pause}, or add Nodes.",
     ("Gateway", "capacity"): "All routes are full. Ask again in {pause}, or add Nodes.",

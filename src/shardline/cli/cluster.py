@@ -29,6 +29,7 @@ from shardline.cli.invocation import Invocation, environment, pass_invocation
 from shardline.cli.offering import check_offers, offering
 from shardline.cli.roles import LISTEN_HELP, files_option, tls_options
 from shardline.cli.values import LayerRanges, ListenAddress, check_cover
+from shardline.errors import ShardlineError
 
 if TYPE_CHECKING:
     from shardline.cli.client import Endpoint
@@ -221,7 +222,7 @@ def serve(invocation: Invocation, /, **flags: Any) -> None:
     """
 
     def ready(cluster: Cluster) -> None:
-        click.echo(f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}")
+        click.echo(f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}\n{page_line(cluster)}")
         own = shlex.join((*command_words(), *invocation.finding_arguments()))
         offers = cluster.offers
         if offers:
@@ -259,7 +260,6 @@ def demo(
     from shardline.cli.chat import Conversation, answer
     from shardline.cli.demo_model import demo_model
     from shardline.cli.live import failure_words
-    from shardline.errors import ShardlineError
 
     plan = planned(model or demo_model(), nodes, None, engine, port=port)
 
@@ -385,12 +385,15 @@ def check_start(plan: Plan, configuration: Configuration, *, by_make: bool = Fal
     from shardline.transport.http_server import check_listener
 
     check_room(configuration.state_dir)
-    credential = credential_of(configuration)  # Made here, once, so that no two parts race for it.
+    credential = credential_of(configuration, starts=True)  # Made here, once, so that no two parts race for it.
     if plan.tls_cert is None:
         check_listener(plan.host, insecure_plain_http=plan.insecure_plain_http, credential=credential)
         if plan.insecure_plain_http:
             click.echo(f"WARNING: {plan.host} is served over plain HTTP: whoever is on the way reads it.", err=True)
     gateway_keys(plan.host, plan.insecure_plain_http or plan.tls_cert is not None, configuration)
+    if plan.port and plan.port == plan.tracker_port:
+        why = f"--port and --tracker-port are both {plan.port}: the Gateway and the Tracker need one each"
+        raise ShardlineError("setting_invalid", why, advice="Give two different ports; 0 takes any that is free.")
     check_port(plan.host, plan.port, "--port", configuration.clusters, by_make=by_make)
     check_port(plan.listen or "127.0.0.1", plan.tracker_port, "--tracker-port", configuration.clusters)
 
@@ -406,7 +409,6 @@ def first_model_of(cluster: Cluster) -> str:
     import time
 
     from shardline.cli.chat import first_model
-    from shardline.errors import ShardlineError
 
     deadline = time.monotonic() + 10
     while True:
@@ -428,13 +430,18 @@ def command_words() -> tuple[str, ...]:
     return (str(own),) if own.exists() else (sys.executable, "-m", "shardline")
 
 
+def page_line(cluster: Cluster) -> str:
+    """Where to look at the cluster with a browser."""
+    return f"Page, for a browser: {cluster.gateway_url}/"
+
+
 def print_usage(cluster: Cluster, model: str) -> None:
     """What one can do now, as lines that work when they are copied."""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
     key = " -H 'Authorization: Bearer A-KEY-OF-YOURS'" if cluster.api_key else ""
     own, (gateway, tracker) = shlex.join((*command_words(), *cluster.before)), cluster.urls_to_name
     click.echo(
-        f"\nThe OpenAI API is at {cluster.gateway_url}/v1\n"
+        f"\n{page_line(cluster)}\nThe OpenAI API is at {cluster.gateway_url}/v1\n"
         f"  curl -N {cluster.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
         f"In another terminal:\n  {own} chat{gateway}\n  {own} nodes{tracker}\n  {own} sessions{gateway}\n"
         "Ctrl-C ends everything."

@@ -67,8 +67,9 @@ def _absolute(path: str) -> str:
 pass_invocation = click.make_pass_decorator(Invocation)
 
 
-def credential_of(configuration: Configuration) -> str:
-    """The cluster credential: of the file that is named, else of the state folder, where the first process makes it."""
+def credential_of(configuration: Configuration, *, starts: bool = False) -> str:
+    """The cluster credential: of the file that is named, else of the state folder. It is made there by whoever
+    `starts` a cluster, and by nobody else: one that was made elsewhere opens nothing. Raises `setting_invalid`."""
     from shardline.cli.state import check_room_for
     from shardline.transport.credentials import existing_credential, made_credential
 
@@ -76,13 +77,23 @@ def credential_of(configuration: Configuration) -> str:
     try:
         if configuration.places.credential_file:
             return existing_credential(path)
-        check_room_for(path)
-        return made_credential(path)
+        if starts:
+            check_room_for(path)
+            return made_credential(path)
+        if path.exists():
+            return existing_credential(path)
     except ShardlineError as error:
         if error.code != "setting_invalid":
             raise
         advice = f"Copy {path} anew from a machine of the cluster (mode 600), or name another: --credential-file FILE"
         raise ShardlineError(error.code, error.message, advice=advice, param="credential_file") from None
+    raise ShardlineError(
+        "setting_invalid",
+        f"there is no cluster credential: {path} is missing",
+        advice=f"Copy `credential` from the state folder of the Tracker's machine to {path} (mode 600), or name it: "
+        "--credential-file FILE. Of a cluster on this machine: start its Tracker first (shardline serve).",
+        param="credential_file",
+    )
 
 
 def environment() -> dict[str, str]:
@@ -90,10 +101,17 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def note_absent_state(configuration: Configuration) -> None:
+    """Say that the state folder which was named is not there, to whoever looks for something in it."""
+    if configuration.sources["state_dir"] == "flag --state-dir" and not configuration.state_dir.is_dir():
+        click.echo(f"NOTE: there is no folder {configuration.state_dir} (--state-dir)", err=True)
+
+
 def tracker_of(configuration: Configuration) -> Endpoint:
     """The Tracker, with the cluster credential; where there is none yet, without one: looking makes no files."""
     from shardline.cli.client import Endpoint
 
+    note_absent_state(configuration)
     url = tracker_url_of(configuration)
     if url.startswith("https:"):
         return _keyed_tracker(configuration, url)
@@ -176,6 +194,7 @@ def gateway_of(configuration: Configuration) -> Endpoint:
     """The Gateway, with the API key if there is one."""
     from shardline.cli.client import Endpoint
 
+    note_absent_state(configuration)
     url = configuration.url("gateway")
     if configuration.sources["gateway"] == "default" and joined_trackers(configuration):
         absent = (

@@ -20,6 +20,8 @@ from shardline.errors import ShardlineError
 if TYPE_CHECKING:
     from shardline.cli.client import Endpoint
 
+GONE_S = 300.0
+"""Nodes that were heard of last so long ago are gone, and listed on demand."""
 _SESSION = re.compile("rs-[0-9a-f]{24}")
 wide_option = click.option("-w", "--wide", is_flag=True, help="More columns than fit into 80 characters.")
 as_json_option = click.option("--json", "as_json", is_flag=True, help="The whole answer, as JSON.")
@@ -52,13 +54,24 @@ def _show(as_json: bool, answer: Any, text: str) -> None:
 
 @click.command()
 @click.option("--tracker", "tracker_url", metavar="URL", help="The Tracker [default: the one of this machine].")
+@click.option("--all", "gone_too", is_flag=True, help="Also those that have been gone for more than five minutes.")
 @as_json_option
 @wide_option
 @pass_invocation
-def nodes(invocation: Invocation, tracker_url: str | None, as_json: bool, wide: bool) -> None:
+def nodes(invocation: Invocation, tracker_url: str | None, gone_too: bool, as_json: bool, wide: bool) -> None:
     """List the Nodes, their layers and state."""
     answer = tracker_of(invocation.configuration(tracker=tracker_url)).get("/v1/nodes")
+    if not gone_too:
+        answer["nodes"] = [node for node in answer["nodes"] if not _is_long_gone(node)]
     _show(as_json, answer, nodes_text(answer["nodes"], wide=wide))
+
+
+def _is_gone(node: dict[str, Any]) -> bool:
+    return node.get("state") in ("left", "expired")
+
+
+def _is_long_gone(node: dict[str, Any]) -> bool:
+    return _is_gone(node) and float(node.get("last_seen_s") or 0) > GONE_S
 
 
 def nodes_text(listed: Sequence[dict[str, Any]], *, wide: bool = False) -> str:
@@ -82,8 +95,8 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
                     node["id"],
                     f"{shard['first']}:{shard['last']}" if "first" in shard else "–",
                     state,
-                    share(kv.get("used_tokens"), kv.get("capacity_tokens")),
-                    str(kv.get("sessions", 0)),
+                    "–" if _is_gone(node) else share(kv.get("used_tokens"), kv.get("capacity_tokens")),
+                    "–" if _is_gone(node) else str(kv.get("sessions", 0)),
                     node.get("url", "–").removeprefix("http://"),
                 )
             )
@@ -145,8 +158,8 @@ def _all_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
                     str(shard.get("model", "–")),
                     str((node.get("engine") or {}).get("engine_class", "–")),
                     _with_reason(*state_of(node, shard)),
-                    f"{kv.get('used_tokens', 0)}/{kv.get('capacity_tokens', 0)}",
-                    str(kv.get("sessions", 0)),
+                    "–" if _is_gone(node) else f"{kv.get('used_tokens', 0)}/{kv.get('capacity_tokens', 0)}",
+                    "–" if _is_gone(node) else str(kv.get("sessions", 0)),
                     size(node.get("rss_bytes")),
                     f"{node['last_seen_s']:.1f} s" if node.get("last_seen_s") is not None else "–",
                     str(node.get("pid", "–")),

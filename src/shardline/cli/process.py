@@ -24,7 +24,7 @@ from shardline.cli.values import counted
 from shardline.errors import ShardlineError
 from shardline.options import StartPhase
 
-COUNTED = ("loading", "fetching", "verifying")
+COUNTED = ("loading", "fetching", "verifying", "cutting")
 """Phases that come often, each time a little further."""
 _TOLD = {
     "chosen": "model {name} ({content_id}): {reason}",
@@ -129,7 +129,7 @@ def _share(phase: str, done: int, total: int) -> str:
         return f"{done}/{total} pieces"
     if total >= 10**6:
         return f"{done // 10**6}/{total // 10**6} MB"
-    if phase == "fetching":
+    if phase in ("fetching", "cutting"):
         return f"{done // 1000}/{total // 1000} kB"
     return f"{100 * done // total} %" if total == LOAD_STEPS else f"{done}/{total} layers"
 

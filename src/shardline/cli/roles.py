@@ -125,7 +125,7 @@ def tracker(
             settings=configuration.settings,
             host=listen or host,
             port=port,
-            credential=credential_of(configuration),
+            credential=credential_of(configuration, starts=True),
             state_dir=configuration.state_dir,
             insecure_plain_http=insecure_plain_http,
             keys=keys,
@@ -177,8 +177,7 @@ def gateway(
             tracker_url=configuration.url("tracker") if line is None else joined_url(line),
             host=host,
             port=port,
-            # A Gateway that joins is told the credential.
-            credential=credential_of(configuration) if line is None else "",
+            credential=party_credential(configuration, line, insecure_plain_http=insecure_plain_http),
             join=line,
             state_dir=configuration.state_dir if line is None else writable(configuration.state_dir),
             api_keys=gateway_keys(host, insecure_plain_http or tls_cert is not None, configuration),
@@ -214,7 +213,10 @@ def gateway(
     "--layers", type=LayerRange(), help="Half-open, as a Python slice: 0:15. Without it the Tracker places the Node."
 )
 @click.option(
-    "--memory", "memory_bytes", type=Memory(), help="What the Node may use when the Tracker places it, as 4GiB."
+    "--memory",
+    "memory_bytes",
+    type=Memory(),
+    help="For layers and KV, where the Tracker places the Node, as 4GiB; its processes take some 200 MiB beside.",
 )
 @click.option("--engine", type=click.Choice(ENGINES), help=ENGINE_HELP)
 @click.option("--kv-tokens", type=click.IntRange(1), help="KV capacity in tokens [default: what fits into memory].")
@@ -280,8 +282,7 @@ def node(
             settings=configuration.settings,
             tracker_url=tracker_url,
             host=host,
-            # A Node that joins is told the credential.
-            credential=credential_of(configuration) if line is None else "",
+            credential=party_credential(configuration, line, insecure_plain_http=insecure_plain_http),
             join=line,
             state_dir=writable(configuration.state_dir) if line is not None else configuration.state_dir,
             first=first,
@@ -311,6 +312,20 @@ def joined_url(line: str) -> str:
     from shardline.transport.join import join_line
 
     return join_line(line).tracker
+
+
+def party_credential(configuration: Configuration, line: str | None, *, insecure_plain_http: bool) -> str:
+    """The credential of whoever goes to a Tracker that is there; whoever joins by a line is told it, and with a Tracker
+    over HTTPS the role says what is missing. Raises `insecure_listener`, `setting_invalid`."""
+    from shardline.transport.http_server import check_tracker
+
+    if line is not None:
+        return ""
+    url = configuration.url("tracker")
+    if url.startswith("https:"):
+        return credential_of(configuration) if configuration.credential_path.exists() else ""
+    check_tracker(url, insecure_plain_http=insecure_plain_http)
+    return credential_of(configuration)
 
 
 def host_towards(url: str) -> str:

@@ -24,6 +24,7 @@ from shardline.cli.roles import (
     is_default,
     joined_url,
     listener,
+    party_credential,
     run_role,
     writable,
 )
@@ -90,7 +91,7 @@ def seed(
             tracker_url=url,
             host=host,
             port=port,
-            credential=credential_of(configuration) if line is None else "",
+            credential=party_credential(configuration, line, insecure_plain_http=insecure_plain_http),
             join=line,
             state_dir=configuration.state_dir if line is None else writable(configuration.state_dir),
             store=folder,
@@ -124,7 +125,7 @@ def _seed_alone(
     from shardline.transport.piece_server import PieceServer, piece_app
 
     settings = configuration.settings
-    credential = credential_of(configuration)
+    credential = credential_of(configuration, starts=True)
     check_listener(host, insecure_plain_http=insecure_plain_http, credential=credential)
     warn_of_plain_http(host)
     with contextlib.ExitStack() as stack:

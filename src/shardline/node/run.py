@@ -159,6 +159,7 @@ async def _layers(
                 said = error.message
                 advice = "start one: shardline serve; or name it: --tracker URL, or --join LINE"
                 log.warning("tracker_unreachable", reason=said, advice=advice, goes_on="asking")
+                options.announce("waiting", reason=said)
         await asyncio.sleep(_PLACEMENT_RETRY_S)
 
 
@@ -245,6 +246,9 @@ class _Node:
             options.engine, self._files.spec(), self._settings, inherited=options.environment, inline=options.inline
         )
 
+    def _cutting(self, done: int, total: int) -> None:
+        self._options.announce("cutting", done=done, total=total)
+
     def _loading(self, done: int, total: int) -> None:
         self._options.announce("loading", done=done, total=total)
 
@@ -274,7 +278,7 @@ class _Node:
             kv_capacity=self._capacity,
             prefill_chunk=lambda times: choose_prefill_chunk(times.prefill_ms_per_row, settings),
             tasks=tasks,
-            prepare=lambda: self._files.make(self._loading),
+            prepare=lambda: self._files.make(self._cutting),
         )
 
         def info() -> NodeInfo:

@@ -7,6 +7,7 @@ import hashlib
 import random
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -146,6 +147,30 @@ async def test_a_store_that_goes_away_while_it_is_served(tmp_path: Path) -> None
         await covered(1)
         assert await asked() == 206
         assert await cluster.text(QUESTION, max_tokens=4)
+
+
+async def test_a_store_that_cannot_be_written_any_more(tmp_path: Path) -> None:
+    """A Node starts from what is held there, gives it, and shows blocks of it."""
+    with mounted(tmp_path / "disk", "160m") as disk:
+        async with plane(tmp_path, demo_model()) as cluster:
+            flags = ("--layers", "0:3", "--store", str(disk / "store"), *SMALL)
+            seeder = await cluster.seed()
+            first = await cluster.empty_node("node", *flags)
+            await first.until("ready")
+            await first.end()
+            await seeder.end()
+            await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", str(disk)], check=True)
+            node = await cluster.empty_node("node", *flags)
+            await node.until("ready")
+            root = cluster.bundle.manifest.files[0].pieces_root
+            url = f"{node.url}/v1/pieces/{cluster.content_id}/{root}"
+            assert (await cluster.control("GET", url, headers={"range": "bytes=0-99"})).status_code == 206
+
+            async def proven() -> bool:
+                found = [one for one in (await cluster.artifacts())["seeders"] if one["node"] == node.facts["node"]]
+                return bool(found and found[0]["proven"] and found[0]["servable"] == [[0, 3]])
+
+            await until(proven, 40)
 
 
 async def test_a_disk_that_forgets_costs_a_node_its_place(tmp_path: Path) -> None:

@@ -180,3 +180,17 @@ def test_on_a_terminal_the_account_is_redrawn_and_the_answer_stays_whole(stage, 
     assert "Hello" in last
     assert any(line.split() == ["phase", "completed"] for line in last)
     assert any("n-0 0:15 → n-1 15:30" in line for line in last)
+
+
+def test_nothing_is_no_question() -> None:
+    done = CliRunner().invoke(cli, ["chat", "-m", ""])
+    assert done.exit_code == 2 and "asks nothing" in done.output
+
+
+def test_a_model_that_is_offered_and_served_by_nobody(stage: Any) -> None:
+    stage.json("GET /v1/models", {"data": []})
+    stage.json("GET /v1/artifacts", {"artifacts": [{"name": "Tiny", "offered": True}]})
+    arguments = ["--set", f"tracker={stage.url}", "chat", "-m", "x", "--gateway", stage.url]
+    refused = CliRunner().invoke(cli, arguments).exception
+    assert isinstance(refused, ShardlineError)
+    assert refused.advice.endswith(f"offers Tiny; start a Node for it: shardline node --tracker {stage.url}")

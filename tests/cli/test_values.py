@@ -27,7 +27,7 @@ def test_what_is_no_range_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4GiB", 4 << 30), ("4gib", 4 << 30), ("4 GB", 4 * 10**9), ("512M", 512 * 10**6), ("1.5Ki", 1536), ("123", 123)],
+    [("4GiB", 4 << 30), ("4gib", 4 << 30), ("4 GB", 4 * 10**9), ("512M", 512 * 10**6), ("1.5Ki", 1536), ("123B", 123)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert Memory().convert(text, None, None) == size
@@ -36,6 +36,12 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "4 gigs", "1e9", "nan"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
+        Memory().convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["100", "4", "1.5"])
+def test_a_size_has_a_unit(text: str) -> None:
+    with pytest.raises(click.BadParameter, match=f"{text}GiB or {text}MiB"):
         Memory().convert(text, None, None)
 
 

@@ -250,9 +250,11 @@ def _opened(store: Store, content_id: str) -> StoredArtifact:
 
 
 def _full_id(store: Store, given: str) -> str:
-    """The content_id that `given` is, begins (with or without `mac1-`), or names; itself where there is none.
+    """The content_id that `given` is, begins (with or without `mac1-`), or names. `not_found`;
     `invalid_value` where it is several."""
     known = store.content_ids()
+    if given in known:
+        return given  # one that is damaged, too
     named = []
     for content_id in known:
         with contextlib.suppress(ShardlineError), _opened(store, content_id) as found:
@@ -260,7 +262,11 @@ def _full_id(store: Store, given: str) -> str:
     if len(named) > 1:
         message = f"{len(named)} artifacts are called {given!r}: {', '.join(named)}"
         raise ShardlineError("invalid_value", message, advice="Give the content_id of the one you mean.")
-    return named[0] if named else full_id(given, known)
+    full = named[0] if named else full_id(given, known)
+    if full not in known:
+        why = f"{given!r:.200} is not in the store, by content_id or name"
+        raise ShardlineError("not_found", why, advice="Ask: shardline artifact list")
+    return full
 
 
 def stored_bundle(invocation: Invocation, given: str) -> Path:

@@ -43,15 +43,42 @@ def chat(
     """
     if as_json and message is None:
         raise click.UsageError("--json goes with -m")
+    if message is not None and not message.strip():
+        raise click.UsageError('-m "" asks nothing: give a question, or leave -m out for a conversation')
     gateway = gateway_of(invocation.configuration(gateway=gateway_url))
-    conversation = Conversation(
-        gateway, model or first_model(gateway), system, {k: v for k, v in sampling.items() if v is not None}
-    )
+    name = model or _served(invocation, gateway)
+    conversation = Conversation(gateway, name, system, {k: v for k, v in sampling.items() if v is not None})
     if message is not None:
         text = sys.stdin.read() if message == "-" else message
         answer(conversation, text, as_json=as_json)
         return
     _talk(conversation)
+
+
+def _served(invocation: Invocation, gateway: Any) -> str:
+    """The first model; where there is none and the Tracker offers one, how a Node takes that."""
+    try:
+        return first_model(gateway)
+    except ShardlineError as error:
+        if error.code != "model_unavailable":
+            raise
+        offer = _offered(invocation)
+        if offer is None:
+            raise
+        advice = f"The Tracker offers {offer[1]}; start a Node for it: shardline node --tracker {offer[0]}"
+        raise ShardlineError(error.code, error.message, advice=advice) from None
+
+
+def _offered(invocation: Invocation) -> tuple[str, str] | None:
+    """URL of the Tracker, and a model that it offers; None where there is none, or nobody to ask."""
+    from shardline.cli.invocation import tracker_of
+
+    with contextlib.suppress(ShardlineError):
+        tracker = tracker_of(invocation.configuration())
+        for artifact in tracker.get("/v1/artifacts").get("artifacts", []):
+            if artifact.get("offered"):
+                return tracker.url, str(artifact.get("name"))
+    return None
 
 
 def first_model(gateway: Any) -> str:

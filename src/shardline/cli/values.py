@@ -48,14 +48,17 @@ class LayerRanges(click.ParamType[list[tuple[int, int]]]):
 
 
 class Memory(click.ParamType[int]):
-    """`4GiB`, `512M`, `1.5e9` -> bytes."""
+    """`4GiB`, `512M`, `800B` -> bytes. Nobody means bytes who names no unit."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())
+        text = str(value).strip().lower()
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text)
+        if match is not None and text[-1].isdigit():
+            self.fail(f"{value!r} has no unit: write {value}GiB or {value}MiB, as you mean it", param, ctx)
         if match is None or float(match[1]) <= 0:
             self.fail(f"{value!r} is not a size such as 4GiB or 512MB", param, ctx)
         return int(float(match[1]) * _UNITS[match[2] or ""])

@@ -18,14 +18,14 @@ from tests.support.gguf_writer import Tensor, gguf_bytes
 MODELS = Path(__file__).parents[2] / "docs" / "audits" / "models"
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(cli, ["plan", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result.output
 
 
-def answer(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*arguments, "--json"))
+def answer(*arguments: str, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*arguments, "--json", code=code))
     return found
 
 
@@ -53,12 +53,14 @@ def test_one_machine_is_enough() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    text = run(str(MODELS / "ornith-9b.json"), "--node", "4GB", "--size", "9.5GB", "--engine", "llama")
+    small = (str(MODELS / "ornith-9b.json"), "--node", "4GB", "--size", "9.5GB", "--engine", "llama")
+    text = run(*small, code=1)
     assert text.splitlines()[-1].startswith("It does not fit: about 6.")
-    found = answer(str(MODELS / "ornith-9b.json"), "--node", "4GB", "--size", "9.5GB", "--engine", "llama")
+    found = answer(*small, code=1)
     assert (found["fits"], found["nodes"], found["estimate"]["tokens_per_s_at_most"]) == (False, [], None)
     assert found["lacking_bytes"] > 6e9
-    groups = run(str(MODELS / "glm-5.2.json"), *["--node", "24GB"] * 40, "--size", "475GB", "--engine", "llama")
+    wide = (str(MODELS / "glm-5.2.json"), *["--node", "24GB"] * 40, "--size", "475GB", "--engine", "llama")
+    groups = run(*wide, code=1)
     assert "no legal cut fits into the memory of each" in groups
 
 

@@ -67,7 +67,7 @@ def plan(
     For each Node its layers and bytes, for each cut what crosses it, and a bound of the speed. MODEL is a GGUF file
     (its first bytes, with the header, are enough), the folder or manifest of a Model Artifact, a folder with
     safetensors files, or a config.json. Nothing is loaded. Nodes stand in the order in which layers go through them; as
-    few as are enough are used.
+    few as are enough are used. It ends with 1 where the model does not fit.
     """
     from shardline.formats.plan import Assumptions, Machine, plan_on
 
@@ -82,6 +82,8 @@ def plan(
         click.echo(json.dumps(answer, indent=2, ensure_ascii=False))
     else:
         click.echo(plan_text(model.name or str(model), answer))
+    if not answer["fits"]:
+        raise click.exceptions.Exit(1)
 
 
 def seconds(text: str) -> float:

@@ -161,6 +161,7 @@ async def test_another_content_is_refused(tmp_path: Path) -> None:
         await cluster.seed()
         node = await cluster.empty_node("node", "--artifact", "mac1-" + "0" * 64, *SMALL)
         assert await ended(node) == "artifact_unavailable"
+        assert f"it offers SmolLM2-135M-Instruct.Q4_1.gguf ({cluster.content_id})" in node.facts["message"]
         named = await cluster.empty_node(
             "named", "--artifact", "SmolLM2-135M-Instruct.Q4_1.gguf", "--layers", "0:3", *SMALL
         )

@@ -34,6 +34,8 @@ from shardline.wire.artifacts import ArtifactInfo, Source
 STORE_FOLDER = "artifacts"
 """In the state folder."""
 _RETRY_S = 1.0
+_LISTED = 8
+"""Artifacts that a message names."""
 
 log = structlog.get_logger(__name__)
 
@@ -126,6 +128,13 @@ async def _chosen(options: NodeOptions, store: Store, tracker: TrackerClient, po
     if away is not None and away.code == "tracker_unreachable":
         raise away
     what = "no Model Artifact" if asked is None else f"no Model Artifact {asked!r:.200}"
+    there = ", ".join(f"{offer.name} ({offer.content_id})" for offer in offers[:_LISTED] if offer.offered)
+    if asked is not None and there:
+        raise ShardlineError(
+            "artifact_unavailable",
+            f"the Tracker at {tracker.url} offers {what}; it offers {there}"[:2000],
+            advice="Name one of these with --artifact, or leave it out.",
+        )
     raise ShardlineError(
         "artifact_unavailable",
         f"the Tracker at {tracker.url} offers {what}, and the store of this machine does not say which to take",

@@ -204,8 +204,8 @@ def kv_reservation(options: NodeOptions, facts: ModelFacts, first: int, last: in
     if fits < _KV_TOKENS_LEAST:
         raise ShardlineError(
             "memory_insufficient",
-            f"of {left} bytes, {weights} are for weights; a quarter of what is left holds {fits} KV tokens",
-            advice="Give the Node fewer layers, or say how much it may hold: --kv-tokens.",
+            f"of {_mib(left)}, {_mib(weights)} are for weights; a quarter of what is left holds {fits} KV tokens",
+            advice="Raise --memory, give the Node fewer layers, or say how much it may hold: --kv-tokens.",
         )
     context = facts.context_length or _KV_TOKENS_WANTED
     return min(fits, _KV_TOKENS_WANTED, max(_KV_TOKENS_SMALL, 2 * context))
@@ -224,6 +224,12 @@ def kv_capacity(options: NodeOptions, shard: ShardDescription) -> int:
     fits = int(left * _KV_SHARE) // max(1, shard.kv_bytes_per_token)
     if fits < 16:
         raise ShardlineError(
-            "memory_insufficient", f"{left} bytes are left for KV, a token needs {shard.kv_bytes_per_token}"
+            "memory_insufficient",
+            f"{_mib(left)} are left for KV, and a token needs {shard.kv_bytes_per_token} bytes",
+            advice="Raise --memory, or give the Node fewer layers.",
         )
     return min(fits, max(_KV_TOKENS_WANTED, shard.context_length))
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB"

@@ -332,8 +332,13 @@ def _too_small(room: _Room) -> ShardlineError:
     need = room.bytes_of(*smallest)
     return ShardlineError(
         "memory_insufficient",
-        f"{room.available} bytes are free for this Node, and the smallest piece of the model that can be served"
-        f" (layers {smallest[0]}:{smallest[1]}) needs {need}",
+        f"{_mib(room.available)} are free for this Node, and the smallest piece of the model that can be served"
+        f" (layers {smallest[0]}:{smallest[1]}) needs {_mib(need)}",
+        advice="Raise --memory, or give the Node a machine with more of it.",
         available_bytes=room.available,
         needed_bytes=need,
     )
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB"

@@ -261,7 +261,9 @@ def _message(item: InputItem, at: str) -> Json:
         call = {"id": _given(item.call_id, f"{at}.call_id"), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output":
-        output = _text(_given(item.output, f"{at}.output"), f"{at}.output", _TEXTS)
+        if item.output is None:
+            refuse(f"{at}.output", f"the field '{at}.output' is required")
+        output = _text(item.output, f"{at}.output", _TEXTS)
         return {"role": "tool", "tool_call_id": _given(item.call_id, f"{at}.call_id"), "content": output}
     if item.type != "message":
         unsupported(f"{at}.type", f"'{at}': an item of type '{item.type[:40]}' is not supported")

@@ -152,6 +152,20 @@ def test_a_grammar_that_is_none_is_refused(grammars: Grammars, text: str) -> Non
         grammars.check(Grammar(kind="grammar", text=text, field="grammar"))
 
 
+def test_rules_that_name_each_other_thousands_deep_do_not_end_the_process(grammars: Grammars) -> None:
+    """On the stack of an ordinary thread the compiler would run off its end."""
+    chain = "\n".join(["start: r0", *(f'r{n}: r{n + 1} | "a"' for n in range(5000)), 'r5000: "b"'])
+    constraint = grammars.constraint(Grammar(kind="lark", text=chain, field="grammar"))
+    assert letters(constraint) == "ab"
+
+
+def test_gbnf_has_a_smaller_bound_and_lark_may_have_its_sign_in_a_text(grammars: Grammars) -> None:
+    long = "root ::= " + " | ".join(f'"w{n}"' for n in range(3000))
+    with pytest.raises(ShardlineError, match="Lark"):
+        grammars.check(Grammar(kind="grammar", text=long, field="grammar"))
+    assert letters(grammars.constraint(Grammar(kind="lark", text='start: "::="', field="grammar"))) == ":"
+
+
 def test_a_request_does_not_choose_how_its_schema_is_compiled(grammars: Grammars) -> None:
     sent = {"type": "object", "x-guidance": {"lenient": True, "whitespace_pattern": "[ ]*"}, "not": {}}
     with pytest.raises(ShardlineError, match="not"):

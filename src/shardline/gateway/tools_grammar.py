@@ -30,7 +30,7 @@ def calls_grammar(tools: Tools, style: Style, marks: Marks, *, or_else: Grammar 
         rules.insert(0, "start: calls")
     else:
         rules[:0] = ["start: calls | answer", f"answer: {in_lark(or_else.text)}"]
-    return checked(Grammar(kind="grammar", text="\n".join(rules), field=field))
+    return checked(Grammar(kind="lark", text="\n".join(rules), field=field))
 
 
 def _rules(tools: Tools, style: Style, marks: Marks) -> list[str]:

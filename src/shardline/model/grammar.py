@@ -9,11 +9,11 @@ Shown by tests/model/test_grammar.py.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,17 +22,25 @@ import numpy.typing as npt
 from shardline.errors import ShardlineError
 from shardline.wire.messages import GRAMMAR_BYTES, Grammar, TextBundle
 
+T = TypeVar("T")
+
+GBNF_BYTES = 16 << 10
+"""Of a grammar in GBNF: it is turned into Lark in plain Python, whose time grows with the square of its length."""
 COMPILED_KEPT = 32
-MASK_S = 10.0
-"""How long a mask is waited for; llguidance's own bounds end its work in a fraction of a second."""
+MASK_S = 2.0
+"""How long a mask is waited for, and with it the whole batch; llguidance's own bounds end its work before that."""
 _LIMITS = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,
-    "max_items_in_row": 20_000,
+    "max_items_in_row": 10_000,
+    "step_max_items": 20_000,
     "verbose_errors": False,
 }
 """Of llguidance: a state takes up to 2 KB, a grammar of this size compiles in a quarter of a second, and an object with
 2,000 optional members has 8,000 items in its first row."""
+_STACK_BYTES = 512 << 20
+"""Of the thread that compiles: it goes as deep as rules name each other, and a stack that ends takes the process. So
+much address space, of which a grammar of the largest size uses a part."""
 _THREADS = 2
 _REASON_CHARACTERS = 600
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -55,7 +63,7 @@ class Grammars:
         it holds the interpreter while it is made: 0.1 s for 50,000 tokens."""
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[tuple[str, str, str], Any] = OrderedDict()
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
         self._unavailable = ""
         self._trie: Any = None
@@ -94,7 +102,7 @@ class Grammars:
             if matcher is not None:
                 self._compiled.move_to_end(key)
                 return matcher
-        matcher = self._compile(grammar)
+        matcher = _on_deep_stack(lambda: self._compile(grammar))
         with self._lock:
             self._compiled[key] = matcher
             while len(self._compiled) > COMPILED_KEPT:
@@ -123,13 +131,17 @@ class Grammars:
             made = json.loads(self._library.LLMatcher.grammar_from_regex(grammar.text))
             ours = {"lark_grammar": made["grammars"][0]["lark_grammar"]}
         else:
-            ours = {"lark_grammar": self._lark(grammar)}
+            ours = {"lark_grammar": grammar.text if grammar.kind == "lark" else self._lark(grammar)}
         rules = f"start: before @behind\n{grammar.before}\n" if grammar.before else "start: @behind\n"
         front = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + rules}
         return msgspec.json.encode({"grammars": [front, {"name": "behind", **ours}]}).decode()
 
     def _lark(self, grammar: Grammar) -> str:
         """Lark as it is; llama.cpp's GBNF, which writes `::=`, turned into it."""
+        if "::=" not in grammar.text:
+            return grammar.text
+        if len(grammar.text.encode()) > GBNF_BYTES:
+            raise _invalid(grammar.field, f"in GBNF it may have {GBNF_BYTES} bytes; write it in Lark")
         try:
             return str(self._library.gbnf_to_lark.any_to_lark(grammar.text))
         except (Exception, RecursionError) as error:  # a converter in plain Python: whatever it meets is in the grammar
@@ -147,6 +159,32 @@ def _schema(grammar: Grammar) -> msgspec.Raw | dict[str, msgspec.Raw]:
         return {**msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), "x-guidance": ours}
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         raise _invalid(grammar.field, "the schema is not JSON, or nested too deeply") from None
+
+
+def _on_deep_stack(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, on a thread of its own with much stack."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # told to whoever waits, below
+            done.set_exception(error)
+
+    with _STACK_SIZE:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar compiler", daemon=True)
+            thread.start()
+        except RuntimeError as error:
+            raise ShardlineError("engine_out_of_memory", "no thread can be started to compile a grammar") from error
+        finally:
+            threading.stack_size(before)
+    return done.result()
+
+
+_STACK_SIZE = threading.Lock()
+"""The size is one for all threads that begin."""
 
 
 class _Words:

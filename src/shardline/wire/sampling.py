@@ -21,8 +21,8 @@ GRAMMAR_BYTES = 128 << 10
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an answer may be; the tail keeps it to that, or refuses the session."""
 
-    kind: Literal["json_schema", "regex", "grammar"]
-    """`grammar`: Lark as llguidance reads it, or llama.cpp's GBNF."""
+    kind: Literal["json_schema", "regex", "lark", "grammar"]
+    """`lark`: as llguidance reads it. `grammar`: that, or llama.cpp's GBNF, which has `::=` in it."""
     text: str
     field: str
     """Of the client's request, for errors."""

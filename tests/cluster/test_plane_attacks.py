@@ -26,7 +26,6 @@ from tests.support.split_models import split_model
 pytestmark = [pytest.mark.llama, pytest.mark.smollm2, pytest.mark.timeout(300)]
 pytest.importorskip("llama_cpp")
 
-KILLS = 20
 IN_FLIGHT = 12 << 20
 """What both transports bring in the second between two commits, and some more for a busy machine."""
 
@@ -43,13 +42,14 @@ async def killed(node: Process) -> None:
     await until(gone, 20)
 
 
-async def test_twenty_kills_of_a_node_that_fetches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
+async def test_kills_of_a_node_that_fetches(tmp_path: Path, kills: int) -> None:
     """By HTTP and BitTorrent at once. What it would advertise is right after each, and little is fetched twice."""
     draw = random.Random(20)
     async with plane(tmp_path, demo_model()) as cluster:
         await cluster.seed()
         before = 0
-        for _ in range(KILLS):
+        for _ in range(kills):
             slow = await cluster.empty_node("node", "--layers", "0:15", *SMALL, fetch_bytes_per_s=2 << 20)
             await slow.until("fetching")
             await asyncio.sleep(draw.uniform(0.0, 1.5))

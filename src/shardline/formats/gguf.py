@@ -68,7 +68,6 @@ _TYPECODES = {
 }  # fmt: skip
 
 _UNKNOWN_SIZE = 1 << 60
-"""Stands for the size of a file of which only the beginning is there."""
 
 Reason = Literal["not_a_model", "damaged", "byte_order", "newer", "unsupported", "incomplete"]
 _LEAD: dict[Reason, str] = {
@@ -212,7 +211,7 @@ def read_header(path: Path | str) -> GGUFHeader:
 
 
 def read_beginning(path: Path | str) -> GGUFHeader:
-    """The same of a file that may end behind its header: `file_size` is then what the whole file has."""
+    """The same of a file that may end behind its header; `file_size` is that of the whole one."""
     return _read(Path(path), beginning=True)
 
 
@@ -230,23 +229,18 @@ def _read(path: Path, *, beginning: bool) -> GGUFHeader:
                     needed = error.details.get("needed_bytes")
                     if needed is None:
                         raise
-                target = min(there, max(needed, _READ_GROWTH * len(data)))
-                more = file.read(target - len(data))
-                if not more and beginning:
-                    raise _bad("damaged", f"its {there} bytes end inside the header")
+                more = file.read(min(there, max(needed, _READ_GROWTH * len(data))) - len(data))
                 if not more:
-                    raise _bad("damaged", f"the file became shorter than {there} bytes while it was read")
+                    raise _bad("damaged", f"its {there} bytes end inside the header, or became fewer meanwhile")
                 data += more
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise _bad("not_a_model", f"{path.name!r:.200} cannot be read: {reason}") from None
+        raise _bad("not_a_model", f"{path.name!r:.200} cannot be read: {error.strerror or error!r:.100}") from None
 
 
 def _parse_beginning(data: bytes) -> GGUFHeader:
-    """Twice: once to learn how large the file must be, and once as the file of that size."""
+    """As a file of any size, to learn how large it must be; then as the file of that size."""
     known = parse_header(data, _UNKNOWN_SIZE)
-    ends = (info.offset + info.nbytes for info in known.tensors.values())
-    return parse_header(data, max([known.data_offset, *ends]))
+    return parse_header(data, max([known.data_offset, *(t.offset + t.nbytes for t in known.tensors.values())]))
 
 
 def parse_header(data: bytes | bytearray | memoryview, file_size: int) -> GGUFHeader:

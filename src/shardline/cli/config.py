@@ -50,7 +50,7 @@ class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     state_dir: str = "~/.local/state/shardline"
     """Folder for the credential, keys, logs and caches. Follows XDG_STATE_HOME where that is set."""
     credential_file: str = ""
-    """File with the cluster credential; empty: the one in the state folder, made by the first process."""
+    """File with the cluster credential; empty: the one in the state folder, made by what starts a cluster."""
     api_keys_file: str = ""
     """Gateway: file with the API keys that clients must send, one a line; empty: none is asked for."""
     api_key: str = ""

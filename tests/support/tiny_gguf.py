@@ -18,7 +18,7 @@ from llama_cpp import llama_cpp as lib
 from tests.support.gguf_writer import Tensor, gguf_bytes
 from tests.support.tiny_models import WIDTH, TinyModel, metadata
 
-F32, F16, Q4_0 = 0, 1, 2
+F32, F16, Q4_0, I32 = 0, 1, 2, 26
 _GGML = ctypes.CDLL(str(Path(lib.__file__).parent / "lib" / "libggml-base.so"))
 _PREDICTING = "nextn_predict_layers"
 _SHAPE_OFFSET = 16
@@ -87,9 +87,18 @@ def _tensor(model: TinyModel, name: str, shape: tuple[int, ...]) -> Tensor:
     if model.quantised and len(shape) > 1:
         rows = values.reshape(-1, shape[0])
         return Tensor(name, shape, Q4_0, quants.quantize(rows, GGMLQuantizationType.Q4_0).tobytes())
+    if "tid2eid" in name:
+        return Tensor(name, shape, I32, _chosen_experts(model, name, shape).tobytes())
     if name == "token_embd.weight":
         return Tensor(name, shape, F16, values.astype("<f2").tobytes())
     return Tensor(name, shape, F32, values.astype("<f4").tobytes())
+
+
+def _chosen_experts(model: TinyModel, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """For each token id as many different experts as are used, [vocabulary, used]."""
+    rng = np.random.default_rng(len(name))
+    count, ids = int(model.keys["expert_count"]), shape[1]
+    return np.stack([rng.permutation(count)[: shape[0]] for _ in range(ids)]).astype("<i4")
 
 
 def tensor_values(name: str, shape: tuple[int, ...]) -> np.ndarray:

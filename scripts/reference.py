@@ -143,7 +143,8 @@ def _nobody() -> NoReturn:
 
 
 def commands_page() -> str:
-    parts = [f"# Commands\n\n{NOTE}\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 ended by Ctrl-C ([more](../operations.md#exit-codes)).\n"]
+    codes = "0 done, 1 failed, 2 wrong usage or configuration, 130 ended by Ctrl-C"
+    parts = [f"# Commands\n\n{NOTE}\nExit codes: {codes} ([more](../operations.md#exit-codes)).\n"]
     for path, command in _commands("shardline", cli):
         names = cli.context_settings["help_option_names"]
         context = click.Context(

@@ -1,7 +1,7 @@
 """The computed tables of docs/audits: by the planner, from the config.json files in docs/audits/models.
 
-`scripts/reference.py` writes them between `<!-- generated: NAME -->` and `<!-- end -->`; `shardline plan` and `shardline
-cuts` give the same numbers for one model at a time.
+`scripts/reference.py` writes them between `<!-- generated: NAME -->` and `<!-- end -->`; `shardline plan` and
+`shardline cuts` give the same numbers for one model at a time.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def node_table(name: str) -> str:
 
 
 def _engines(build: Build) -> tuple[Engine, ...]:
-    """BF16 is what the PyTorch engine loads; the quantised ones are for llama.cpp, or what a loader of them would do."""
+    """What is stored as BF16, or as released, is for the PyTorch engine; quantised builds are for llama.cpp."""
     return ("torch",) if build.bits is not None or not build.gigabytes else ("llama",)
 
 
@@ -186,9 +186,9 @@ def seam_table(name: str) -> str:
             for dtype in ("F16", "F32"):
                 size = outline.seam.row_bytes(at, outline.n_layers, dtype)
                 where = f"{model}, {dtype}" + (", with the selection" if borrowed else "")
-                seconds = (size / 125e6 * 1e3, size * LENGTHS[0] / 125e6, size * LENGTHS[0] / 1250e6)
-                prompts = (gigabytes(size * LENGTHS[0]), gigabytes(size * LENGTHS[1]))
-                rows.append((where, f"{size:,}", f"{seconds[0]:.2f} ms", *prompts, *(f"{s:.1f} s" for s in seconds[1:])))
+                prompts = [gigabytes(size * length) for length in LENGTHS[:2]]
+                seconds = [f"{size * LENGTHS[0] / rate:.1f} s" for rate in (125e6, 1250e6)]
+                rows.append((where, f"{size:,}", f"{size / 125e6 * 1e3:.2f} ms", *prompts, *seconds))
     header = ("Seam", "B a token", "1 Gbit/s", "8k, GB", "128k, GB", "8k at 1 Gbit/s", "8k at 10 Gbit/s")
     return table(header, rows)
 

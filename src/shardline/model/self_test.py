@@ -196,7 +196,8 @@ def _encoded(values: npt.NDArray[Any], tensor: LayoutTensor) -> npt.NDArray[Any]
     if tensor.dtype == "I32":
         # Positions that a row looks at: its own, and those in front of it from the nearest on; then any that are there.
         row, back = np.indices(values.shape, dtype="<i4")
-        return np.where(back <= row, row - back, back)
+        positions: npt.NDArray[Any] = np.where(back <= row, row - back, back)
+        return positions
     if tensor.dtype == "BF16":
         return (values.astype("<f4").view("<u4") >> 16).astype("<u2")
     kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}

@@ -195,6 +195,31 @@ def test_without_the_library_every_grammar_is_refused(monkeypatch: pytest.Monkey
         Grammars(None, 0).check(schema("{}"))
 
 
+def test_a_vocabulary_with_a_very_long_token(grammars: Grammars) -> None:
+    text = msgspec.msgpack.decode(BUNDLE, type=TextBundle)
+    long = msgspec.structs.replace(text, pieces=[*text.pieces, b"a" * 5000])
+    made = Grammars(msgspec.msgpack.encode(long), VOCAB)
+    assert may_come(made.constraint(Grammar(kind="regex", text="a*", field="regex"))) == {ord("a"), END}
+
+
+def test_a_panic_of_the_library_is_an_error_of_one_session(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: object) -> None:
+        raise PanicException("at the disco")
+
+    constraint = grammars.constraint(Grammar(kind="regex", text="a*", field="regex"))
+    monkeypatch.setattr(constraint, "_mask", panic)
+    constraint.observe(0, [ord("a")])
+    with pytest.raises(ShardlineError, match="disco") as told:
+        constraint.mask()
+    assert told.value.code == "engine_error"
+    monkeypatch.setattr(grammars, "_source", panic)
+    with pytest.raises(ShardlineError, match="disco"):
+        grammars.check(Grammar(kind="regex", text="never seen", field="regex"))
+
+
 def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "COMPILED_KEPT", 2)
     grammars = Grammars(BUNDLE, VOCAB)

@@ -43,6 +43,8 @@ _STACK_BYTES = 512 << 20
 much address space, of which a grammar of the largest size uses a part."""
 _THREADS = 2
 _REASON_CHARACTERS = 600
+_PIECE_BYTES = 200
+"""Of a token; llguidance's trie has room for 255. A longer one may never come where there is a grammar."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between two tokens of JSON: a small model that may go on with blank space does so until its limit."""
 
@@ -82,7 +84,11 @@ class Grammars:
             self._unavailable = "the model has no token that ends an answer"
             return
         words = llguidance.TokenizerWrapper(_Words(text, vocab_size, ends[0]))
-        self._trie = llguidance.LLTokenizer(words, n_vocab=vocab_size, eos_token=ends)
+        try:
+            self._trie = llguidance.LLTokenizer(words, n_vocab=vocab_size, eos_token=ends)
+        except BaseException as error:
+            _raise_unless_panic(error)
+            self._unavailable = "llguidance cannot read its vocabulary"
 
     def check(self, grammar: Grammar) -> None:
         """Compile, and remember. Raises `grammar_invalid` with llguidance's reason, or `unsupported_parameter`."""
@@ -161,13 +167,27 @@ def _schema(grammar: Grammar) -> msgspec.Raw | dict[str, msgspec.Raw]:
         raise _invalid(grammar.field, "the schema is not JSON, or nested too deeply") from None
 
 
+def _without_panic(work: Callable[[], T]) -> T:
+    """What `work` returns. A panic of the library, which is no `Exception`, ends this session only."""
+    try:
+        return work()
+    except BaseException as error:
+        _raise_unless_panic(error)
+        raise ShardlineError("engine_error", f"llguidance failed: {str(error)[:200]}") from error
+
+
+def _raise_unless_panic(error: BaseException) -> None:
+    if isinstance(error, Exception) or type(error).__name__ != "PanicException":
+        raise error
+
+
 def _on_deep_stack(work: Callable[[], T]) -> T:
     """What `work` returns or raises, on a thread of its own with much stack."""
     done: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(work())
+            done.set_result(_without_panic(work))
         except BaseException as error:  # told to whoever waits, below
             done.set_exception(error)
 
@@ -191,7 +211,8 @@ class _Words:
     """A vocabulary as llguidance reads it. It is never asked to tokenise."""
 
     def __init__(self, text: TextBundle, vocab_size: int, end: int) -> None:
-        self.tokens = text.pieces[:vocab_size] + [b""] * (vocab_size - len(text.pieces))
+        pieces = [piece if len(piece) <= _PIECE_BYTES else b"" for piece in text.pieces[:vocab_size]]
+        self.tokens = pieces + [b""] * (vocab_size - len(pieces))
         self.special_token_ids = [token for token in text.special if token < vocab_size]
         self.eos_token_id = end
         self.bos_token_id = None
@@ -212,7 +233,7 @@ class Constraint:
         self._vocab_size = vocab_size
         self._threads = threads
         self._taken: list[int] = []
-        self._work: Future[Mask] = threads.submit(self._mask)
+        self._work: Future[Mask] = threads.submit(_without_panic, self._mask)
 
     def observe(self, index: int, tokens: Sequence[int]) -> None:
         """Generated tokens from number `index` on. Those that it has already taken change nothing."""
@@ -247,7 +268,7 @@ class Constraint:
             move()
             return self._mask()
 
-        self._work = self._threads.submit(work)
+        self._work = self._threads.submit(_without_panic, work)
 
     def _mask(self) -> Mask:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

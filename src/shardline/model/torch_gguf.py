@@ -24,11 +24,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from shardline.errors import ShardlineError
 from shardline.formats.gguf import Array, TensorInfo, Value
 from shardline.formats.gguf_files import GGUFModel
 from shardline.formats.layers import place_of
 from shardline.model.torch_build import Skeleton
+from shardline.model.torch_gguf_converted import CONVERTED, converted_config, load_converted_gguf
+from shardline.model.torch_gguf_converted import unsupported as _unsupported
 from shardline.model.torch_weights import CHUNK_BYTES, OpenFiles, ShardWeights, StoredTensor, file_invalid, fill_plain
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -48,14 +49,6 @@ _HEAD_WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimensio
 """Widths that must all be those of a head: the model classes know no other."""
 
 
-def _unsupported(architecture: str, why: str) -> ShardlineError:
-    return ShardlineError(
-        "architecture_unsupported",
-        f"the PyTorch engine does not read this GGUF file of {architecture}: {why}. Take its safetensors version",
-        architecture=architecture,
-    )
-
-
 def quantisation_of(model: GGUFModel) -> str:
     """The tensor type that most bytes of the model have."""
     sizes: Counter[str] = Counter()
@@ -72,6 +65,8 @@ def config_of(model: GGUFModel) -> PreTrainedConfig:
     """
     header = model.header
     architecture = header.text("general.architecture")
+    if architecture in CONVERTED:
+        return converted_config(model)
     kind = _model_type(architecture)
     table = GGUF_CONFIG_MAPPING[kind]
     fields: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind, {}))
@@ -154,6 +149,10 @@ def _check_widths(config: PreTrainedConfig, stated: Mapping[str, Value], archite
 def load_gguf(model: GGUFModel, weights: ShardWeights) -> None:
     """Fill the Shard's parameters. Raises `model_file_invalid` with the name of what is missing, unexpected or odd."""
     architecture = model.header.text("general.architecture")
+    if architecture in CONVERTED:
+        with OpenFiles() as files:
+            load_converted_gguf(model, partial(_stored, files, model.paths), weights)
+        return
     skeleton = weights.skeleton
     transform = Transform(skeleton, architecture)
     jobs: dict[str, list[TensorInfo]] = {}

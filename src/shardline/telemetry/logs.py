@@ -29,7 +29,7 @@ UNLOGGED = frozenset(
 def hide(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Structlog processor: replace what must not be logged, at any depth of dictionaries."""
     for name, value in event.items():
-        if name.lower() in UNLOGGED:
+        if isinstance(name, str) and name.lower() in UNLOGGED:
             event[name] = HIDDEN
         elif isinstance(value, dict):
             event[name] = hide(logger, method, dict(value))

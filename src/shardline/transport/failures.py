@@ -110,7 +110,7 @@ def lack(error: OSError) -> str | None:
     A resolver that could not open its files says that the name does not exist, or (as mDNS has it) that something is
     busy: so it is asked whether a file can be opened at all.
     """
-    if not isinstance(error, socket.gaierror) and error.errno != errno.EBUSY:
+    if not isinstance(error, socket.gaierror) and error.errno not in (errno.EBUSY, errno.EINVAL):
         return _LACKS.get(error.errno or 0)
     if error.errno == socket.EAI_MEMORY:
         return _LACKS[errno.ENOMEM]

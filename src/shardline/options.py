@@ -1,9 +1,9 @@
 """What each process is started with: one frozen value a role, built by the CLI and passed down by argument.
 
-Owns the shape of these values, nothing else: the CLI parses, checks and fills them; `node`, `gateway` and `tracker`
-read them. Secrets in them (credential, API keys) are kept out of `repr`, so that no log or traceback shows one.
-A role's `async def run(options)` works until it is cancelled; it then frees everything and returns within `drain_s`.
-Shown by tests/cli/test_options.py.
+Owns the shape of these values, and names that several rooms share, nothing else: the CLI parses, checks and fills them;
+`node`, `gateway` and `tracker` read them. Secrets in them (credential, API keys) are kept out of `repr`, so that no log
+or traceback shows one. A role's `async def run(options)` works until it is cancelled; it then frees everything and
+returns within `drain_s`. Shown by tests/cli/test_options.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ StartPhase = Literal[
     "ready",
     "draining",
 ]
+
+LOAD_STEPS = 1000
+"""`total` of `loading` where an engine counts neither layers nor bytes: thousandths."""
+KEYS_FILE = "api-keys.json"
+OPERATOR_FILE = "operator-key"
+JOINED = "joined"
+"""Names in the state folder: of the keys that a Gateway takes, of the one that the commands of this machine send, and
+of the folder with a folder for each line for joining that was used here."""
 
 
 class Announce(Protocol):

@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 
 from shardline.cli.main import cli
 from shardline.errors import ShardlineError
-from shardline.gateway.key_file import KEYS_FILE, OPERATOR_FILE
 from shardline.gateway.keys import ApiKeys
 from shardline.gateway.ledger import USAGE_FILE, KeyUsage, Ledger
+from shardline.options import KEYS_FILE, OPERATOR_FILE
 
 
 def keys(folder: Path, *arguments: str) -> Result:

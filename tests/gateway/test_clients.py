@@ -11,10 +11,11 @@ import pytest
 
 from shardline.errors import ShardlineError
 from shardline.gateway.clients import Clients
-from shardline.gateway.key_file import KEYS_FILE, add_key, revoke_key
+from shardline.gateway.key_file import add_key, revoke_key
 from shardline.gateway.keys import ApiKeys
 from shardline.gateway.ledger import USAGE_FILE, kept_usage
 from shardline.gateway.template import Templates
+from shardline.options import KEYS_FILE
 from tests.support.gateway_stand import Piece, Stand, Wait, say, standing
 
 CHAT = "/v1/chat/completions"

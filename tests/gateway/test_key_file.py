@@ -11,15 +11,14 @@ import pytest
 
 from shardline.errors import ShardlineError
 from shardline.gateway.key_file import (
-    KEYS_FILE,
     KEYS_LIMIT,
-    OPERATOR_FILE,
     add_key,
     kept_keys,
     operator_key,
     revoke_key,
 )
 from shardline.gateway.keys import ApiKeys, digest_of
+from shardline.options import KEYS_FILE, OPERATOR_FILE
 
 
 @pytest.fixture

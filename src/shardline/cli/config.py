@@ -19,14 +19,13 @@ import msgspec
 
 from shardline.cli.running import RunningCluster, ambiguous, running_clusters
 from shardline.errors import ShardlineError
+from shardline.options import KEYS_FILE, OPERATOR_FILE
 from shardline.settings import Settings
 
 PREFIX = "SHARDLINE_"
 CONFIG_VARIABLE = "SHARDLINE_CONFIG"
 CREDENTIAL_FILE = "credential"
 """Name in the state folder."""
-KEYS_FILE, OPERATOR_FILE = "api-keys.json", "operator-key"
-"""Names in the state folder: of gateway/key_file.py, which takes longer to import than most commands run."""
 _MAY_BE_ZERO = frozenset(
     {
         "worker_restarts",

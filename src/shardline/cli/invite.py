@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardline.cli.invocation import Invocation, pass_invocation, tracker_of, tracker_url_of
+from shardline.cli.invocation import Invocation, pass_invocation, tracker_at, tracker_url_of
 from shardline.cli.listings import as_json_option
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def operator_of(configuration: Configuration) -> Endpoint:
             advice="Start one for them: shardline serve --listen 0.0.0.0",
             param="tracker",
         )
-    return tracker_of(configuration)
+    return tracker_at(configuration, url)
 
 
 @click.command()

@@ -108,11 +108,16 @@ def note_absent_state(configuration: Configuration) -> None:
 
 
 def tracker_of(configuration: Configuration) -> Endpoint:
-    """The Tracker, with the cluster credential; where there is none yet, without one: looking makes no files."""
+    """The Tracker that a command which only looks means, as `tracker_at` has it. Raises `cluster_ambiguous`."""
+    return tracker_at(configuration, tracker_url_of(configuration))
+
+
+def tracker_at(configuration: Configuration, url: str) -> Endpoint:
+    """The Tracker at `url`, with the cluster credential; where there is none yet, without one: looking makes no
+    files."""
     from shardline.cli.client import Endpoint
 
     note_absent_state(configuration)
-    url = tracker_url_of(configuration)
     if url.startswith("https:"):
         return _keyed_tracker(configuration, url)
     _warn_of_plain_http(url)
@@ -141,10 +146,12 @@ def tracker_url_of(configuration: Configuration) -> str:
 
 def joined_trackers(configuration: Configuration) -> list[str]:
     """URLs of the Trackers that were joined from here, where it matters: nobody names one, and none runs here."""
+    from shardline.options import JOINED
+
     # Reading memberships takes longer to import than most commands run, so the folder is looked for first.
-    if configuration.sources["tracker"] != "default" or not (configuration.state_dir / "joined").is_dir():
+    if configuration.sources["tracker"] != "default" or not (configuration.state_dir / JOINED).is_dir():
         return []
-    from shardline.transport.membership import JOINED, kept_in
+    from shardline.transport.membership import kept_in
 
     found: set[str] = set()
     for folder in (configuration.state_dir / JOINED).glob("*"):

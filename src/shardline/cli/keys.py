@@ -56,7 +56,8 @@ def add(
 ) -> None:
     """Make a key for NAME and print it, this once."""
     from shardline.cli.state import check_room
-    from shardline.gateway.key_file import KEYS_FILE, add_key, operator_key
+    from shardline.gateway.key_file import add_key, operator_key
+    from shardline.options import KEYS_FILE
 
     configuration = invocation.configuration()
     check_room(configuration.state_dir)
@@ -82,8 +83,9 @@ def add(
 @pass_invocation
 def list_keys(invocation: Invocation, as_json: bool, wide: bool) -> None:
     """List the keys, their limits, and what each has used."""
-    from shardline.gateway.key_file import KEYS_FILE, kept_keys
+    from shardline.gateway.key_file import kept_keys
     from shardline.gateway.ledger import USAGE_FILE, kept_usage
+    from shardline.options import KEYS_FILE
 
     folder = invocation.configuration().state_dir
     kept = kept_keys(folder / KEYS_FILE)
@@ -113,7 +115,8 @@ def revoke(invocation: Invocation, name: str, as_json: bool) -> None:
     What it asked for and is under way goes on to its end. Its name stays taken, and keys are asked for also when the
     last one is revoked.
     """
-    from shardline.gateway.key_file import KEYS_FILE, revoke_key
+    from shardline.gateway.key_file import revoke_key
+    from shardline.options import KEYS_FILE
 
     entry = revoke_key(invocation.configuration().state_dir / KEYS_FILE, name, now=time.time())
     click.echo(json.dumps(_facts(entry, None), indent=2) if as_json else f"The key of {name} is valid no more.")

@@ -15,14 +15,14 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import uvloop
 
 from shardline.cli.values import counted
 from shardline.errors import ShardlineError
-from shardline.options import StartPhase
+from shardline.options import LOAD_STEPS, StartPhase
 
 COUNTED = ("loading", "fetching", "verifying", "cutting")
 """Phases that come often, each time a little further."""
@@ -34,8 +34,6 @@ _TOLD = {
     "offering": "offers {name} ({content_id}), {held} of {total} bytes",
     "testing": "testing its layers",
 }
-LOAD_STEPS = 1000
-"""An engine that counts neither layers nor bytes while it loads counts thousandths."""
 FILES = 65_536
 FORCED_S = 6.0
 """A process that was told to stop has the drain time plus this long; then it ends the hard way."""
@@ -68,8 +66,7 @@ class Announcer:
 
     def _is_news(self, phase: str, facts: dict[str, str | int]) -> bool:
         """A line for every fifth of the way, not for every layer."""
-        done, total = int(facts.get("done", 0)), max(1, int(facts.get("total", 1)))
-        last, self._last_news = self._last_news, (phase, 5 * done // total)
+        last, self._last_news = self._last_news, (phase, fifths(facts))
         return phase not in COUNTED or last != self._last_news
 
 
@@ -97,6 +94,11 @@ def in_words(phase: str, facts: dict[str, Any]) -> str:
         return f"ending; waits for what runs: {counted(sessions, 'session')}" if sessions else "ending"
     told = _TOLD.get(phase)
     return phase if told is None else told.format_map(_Facts(facts))
+
+
+def fifths(facts: Mapping[str, Any]) -> int:
+    """How far something counted is, as coarsely as lines that stay should tell it."""
+    return 5 * int(facts.get("done", 0)) // max(1, int(facts.get("total", 1)))
 
 
 def _counted(phase: str, facts: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any, TextIO
 
-from shardline.cli.process import COUNTED, in_words
+from shardline.cli.process import COUNTED, fifths, in_words
 from shardline.cli.supervisor import Child
 
 
@@ -56,11 +56,9 @@ class StartView:
         """Where lines stay: a line for every fifth of the layers, not for each."""
         if child.phase not in COUNTED:
             return True
-        done, total = int(child.facts.get("done", 0)), max(1, int(child.facts.get("total", 1)))
-        fifth = 5 * done // total
-        news = fifth != self._fifths.get(child.part.name)
-        self._fifths[child.part.name] = fifth
-        return news
+        name = child.part.name
+        last, self._fifths[name] = self._fifths.get(name), fifths(child.facts)
+        return last != self._fifths[name]
 
     def _picture(self) -> Any:
         from rich.text import Text

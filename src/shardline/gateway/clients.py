@@ -16,10 +16,11 @@ from pathlib import Path
 import structlog
 
 from shardline.errors import ShardlineError
-from shardline.gateway.key_file import KEYS_FILE, kept_keys
+from shardline.gateway.key_file import kept_keys
 from shardline.gateway.keys import EVERYBODY, ApiKey, ApiKeys, Scope, check_scope, unknown_key
 from shardline.gateway.ledger import USAGE_FILE, KeyUsage, Ledger
 from shardline.gateway.quotas import Quotas
+from shardline.options import KEYS_FILE
 
 log = structlog.get_logger(__name__)
 LOOK_S = 0.5

@@ -15,14 +15,11 @@ import msgspec
 
 from shardline.errors import ShardlineError
 from shardline.gateway.keys import ANYBODY, NAME, SCOPES, ApiKey, Scope, digest_of
+from shardline.options import OPERATOR_FILE
 from shardline.transport.credentials import keep_secret, kept_secret, locked
 
-KEYS_FILE = "api-keys.json"
-"""Name in the state folder."""
 OPERATOR = "operator"
 """The key of the commands of this machine: made with the first one, so that `chat` goes on working here."""
-OPERATOR_FILE = "operator-key"
-"""Name in the state folder: the one key that is kept as it is."""
 KEYS_LIMIT = 800
 """Entries of the file; revoked ones make way, the oldest first."""
 _KEY_BYTES = 32

@@ -22,6 +22,7 @@ from shardline.errors import ShardlineError
 from shardline.formats.gguf_files import part_paths
 from shardline.model.llama_library import LLAMA_MAX_SEQ, LlamaLibrary
 from shardline.model.llama_tap import Tap
+from shardline.options import LOAD_STEPS
 
 Progress = Callable[[int, int], None]
 
@@ -31,7 +32,6 @@ SESSIONS_LIMIT = TAP_SEQUENCE
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 """What keys and values may be kept in, with the library's numbers. Flash attention computes with all of them."""
 _FLASH_ATTENTION_ON = 1
-_LOAD_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +193,10 @@ def _heard(progress: Progress | None) -> Callable[[float, object], bool]:
 
     def on_progress(share: float, _user: object) -> bool:
         nonlocal last
-        done = int(share * _LOAD_STEPS)
+        done = int(share * LOAD_STEPS)
         if progress is not None and done != last:
             last = done
-            progress(done, _LOAD_STEPS)
+            progress(done, LOAD_STEPS)
         return True
 
     return on_progress

@@ -21,13 +21,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardline.errors import ShardlineError
+from shardline.options import JOINED
 from shardline.settings import Settings
 from shardline.transport.addresses import make_url, split_url
 from shardline.transport.authority import key_pem, new_key, party_of, pin_of, pinned_certificate, signing_request
 from shardline.transport.credentials import identity_key
 from shardline.transport.http_client import HttpClient
 from shardline.transport.membership import (
-    JOINED,
     Kept,
     Membership,
     held,

@@ -20,14 +20,13 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 from shardline.errors import ShardlineError
+from shardline.options import JOINED
 from shardline.settings import Settings
 from shardline.transport.authority import Authority, key_pem, lifetime, new_key, part_of, signing_request
 from shardline.transport.credentials import keep_secret, kept_secret
 from shardline.transport.tls import ClusterTls
 from shardline.wire.joining import Part
 
-JOINED = "joined"
-"""Folder in the state folder: one folder in it for each line that was used here."""
 _FILE = "membership.json"
 _LOCK = "lock"
 _LEAST_PAUSE_S = 0.2

@@ -64,7 +64,7 @@ soak: python ## Mixed load for MINUTES=30: right answers, flat memory, nothing l
 
 fuzz: python ## Bytes of strangers into every reader, led by coverage, SECONDS=60 for each (ARGS='--target gguf')
 	@$(PYTHON) scripts/prepare.py test
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3,<4'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group fuzz
 	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 docs: python ## Generate the reference pages anew (settings, errors, commands, protocol example)

@@ -26,6 +26,7 @@ MEMORIES = (24, 48, 64, 128)
 BANDWIDTHS = (50, 273, 546, 819, 1008, 1792)
 LENGTHS = (8_192, 131_072, 1_048_576)
 GIVEN = Assumptions(kv_tokens=8_192)
+ENGINES: tuple[Engine, ...] = ("llama", "torch")
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,8 @@ def cut_table(name: str) -> str:
     """Positions at which each engine cuts the model."""
     rows = []
     for model in VARIANTS[name]:
-        for engine in ("llama", "torch"):
-            build = Build(model, "")
-            cuts = build.outline(engine).cuts  # type: ignore[arg-type]
+        for engine in ENGINES:
+            cuts = Build(model, "").outline(engine).cuts
             positions = cuts.positions()
             reason = cuts.refusal.message if cuts.refusal is not None else ""
             rows.append((model, engine, _ranges(positions) or f"none: {reason}"))

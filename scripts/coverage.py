@@ -7,15 +7,15 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from shardline.model.llama_library import library
+from tests.support.coverage_page import page
+from tests.support.tiny_controls import CONTROLS
+from tests.support.tiny_models import BY_NAME
+from tests.support.tiny_runs import TinyRuns
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from shardline.model.llama_library import library  # noqa: E402
-from tests.support.coverage_page import page  # noqa: E402
-from tests.support.tiny_controls import CONTROLS  # noqa: E402
-from tests.support.tiny_models import BY_NAME  # noqa: E402
-from tests.support.tiny_runs import TinyRuns  # noqa: E402
-
 PAGE = ROOT / "docs" / "coverage-llama.md"
 
 

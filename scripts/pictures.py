@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.support.browser import Visit, chromium, visit
+from tests.support.cluster import Cluster, scripted_cluster
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.support.browser import Visit, chromium, visit  # noqa: E402
-from tests.support.cluster import Cluster, scripted_cluster  # noqa: E402
-
 QUESTION = "Explain in a few sentences what happens to a token on its way through this cluster."
 CONTEXT = (
     "\n\nNotes: the model has 30 layers. Three Nodes hold ten layers each, one of these ranges is held twice. The "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from shardline.settings import Settings
 
@@ -39,6 +39,10 @@ OPERATOR_FILE = "operator-key"
 JOINED = "joined"
 """Names in the state folder: of the keys that a Gateway takes, of the one that the commands of this machine send, and
 of the folder with a folder for each line for joining that was used here."""
+
+
+STORE_FOLDER: Final = "artifacts"
+"""Name in the state folder: pieces of Model Artifacts."""
 
 
 class Announce(Protocol):

@@ -105,7 +105,8 @@ async def test_a_worker_that_is_started_again_is_no_reason_to_start_nodes(tmp_pa
             if answer.status_code == 200:
                 return True
             refused.append(answer.json()["error"])
-            assert int(answer.headers["retry-after"]) <= 2, refused[-1]
+            # A session that began before the Node saw its engine end is lost with it; the next ones are told to wait.
+            assert answer.status_code == 502 or int(answer.headers["retry-after"]) <= 2, refused[-1]
             return False
 
         await until(served_again, 15)

@@ -64,8 +64,8 @@ def test_every_end_of_a_running_session_is_in_the_failure_table() -> None:
 
 def test_every_dependency_has_its_reason() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    listed = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
-    for extra in project["project"]["optional-dependencies"].values():
+    listed = list(project["project"]["dependencies"])
+    for extra in (*project["project"]["optional-dependencies"].values(), *project["dependency-groups"].values()):
         listed += extra
     names = {re.split(r"[<>=;\[ ]", entry)[0] for entry in listed}
     decided = set(

@@ -1,4 +1,4 @@
-"""Bytes of weights, KV and Seam rows, counted apart from the code."""
+"""Bytes of weights and KV, counted apart from the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import TensorInfo, parse_header, read_header
 from shardline.formats.layers import shard_tensors
-from shardline.formats.memory import kv_bytes_per_token, seam_row_bytes, weight_bytes
+from shardline.formats.memory import kv_bytes_per_token, weight_bytes
 from shardline.formats.shape import shape_of_config, shape_of_gguf
 from tests.support.gguf_writer import LLAMA, Tensor, gguf_bytes, llama_tensors
 
@@ -46,7 +46,7 @@ def test_places_add_up() -> None:
         assert caught.value.code == "layers_invalid"
 
 
-def test_kv_and_seam_bytes() -> None:
+def test_kv_bytes() -> None:
     config = {
         "model_type": "x", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
         "num_key_value_heads": 2,
@@ -57,8 +57,6 @@ def test_kv_and_seam_bytes() -> None:
     assert kv_bytes_per_token(unknown, 0, 4, element_bytes=2) is None
     with pytest.raises(ShardlineError):
         kv_bytes_per_token(shape, 0, 5, element_bytes=2)
-    assert seam_row_bytes(576, "F32") == 2304
-    assert seam_row_bytes(7168, "BF16", streams=4) == 4 * 7168 * 2
 
 
 @pytest.mark.smollm2

@@ -11,7 +11,7 @@ import pytest
 from shardline.errors import ShardlineError
 from shardline.formats.architectures import LlamaRules, of_model_type
 from shardline.formats.layer_kinds import layer_kinds_of_config
-from shardline.formats.parameters import Bits, Parameters, bits_of_config, parameters_of_config, weights_of
+from shardline.formats.parameters import Bits, Parameters, bits_of_config, dtype_of, parameters_of_config, weights_of
 from shardline.formats.shape import shape_of_config
 
 MODELS = Path(__file__).parents[2] / "docs" / "audits" / "models"
@@ -94,6 +94,14 @@ def test_what_a_number_takes() -> None:
     assert bits_of_config({"text_config": {"model_type": "llama", "torch_dtype": "float16"}}) == Bits.equal(16)
     with pytest.raises(ShardlineError, match="quantisation 'awq' is not known"):
         bits_of_config({"model_type": "llama", "quantization_config": {"quant_method": "awq"}})
+
+
+@pytest.mark.parametrize("said", [["float32"], {"float32": 1}, 4, "float8", "", None])
+def test_a_dtype_that_is_none(said: object) -> None:
+    config = {"model_type": "llama", "dtype": said}
+    assert dtype_of(config) == "bfloat16"
+    inner = {"model_type": "llama", "torch_dtype": "float16"}
+    assert dtype_of(config | {"text_config": inner}) == "float16"
 
 
 def test_a_build_has_the_size_that_it_was_given() -> None:

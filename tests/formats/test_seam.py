@@ -34,6 +34,11 @@ def test_a_selection_crosses_where_the_next_layer_borrows_it() -> None:
     assert plain_at == [1, 2, *range(6, 78, 4)]
 
 
+def test_bytes_of_a_row_and_its_token_id() -> None:
+    assert SeamShape(576).row_bytes(1, 2, "F32") == 2304 + 4
+    assert SeamShape(7168, streams=4).row_bytes(1, 2, "BF16") == 4 * 7168 * 2 + 4
+
+
 def test_one_row() -> None:
     for name, width in (("ornith-9b", 4096), ("ornith-35b-a3b", 2048), ("ornith-397b-a17b", 4096)):
         assert seam_of(name).layout(4, 32, "BF16").row_bytes == 2 * width

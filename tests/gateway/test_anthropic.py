@@ -17,18 +17,12 @@ from shardline.gateway.anthropic_answers import error_body
 from shardline.gateway.anthropic_requests import MessagesBody, messages_request
 from shardline.gateway.template import Templates
 from shardline.settings import Settings
-from tests.support.gateway_stand import MODEL, Act, Fail, Json, Refuse, Stand, Wait, bundle, say, standing
+from tests.support.dialects import CALL, THINKING, bytewise, named_events
+from tests.support.gateway_stand import MODEL, Fail, Json, Refuse, Stand, Wait, bundle, say, standing
 
 KEY = "sk-alice-0123456789"
 PIECES = [b"Gr\xc3", b"\xbc\xc3", b"\x9fe", b" hello", b" EN", b"D and more"]
 HI: Any = [{"role": "user", "content": "Hi"}]
-THINKING = (
-    "{{ tools }}<tool_call></tool_call>{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
-    "{% if m.tool_calls %}{{ m.tool_calls }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}{% if false %}</think>{% endif %}"
-)
-CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Köln"}}</tool_call>'
 TOOL: Any = {"name": "get_weather", "input_schema": {"type": "object", "properties": {"city": {}}}}
 
 
@@ -51,16 +45,7 @@ async def raw(stand: Stand, **fields: Any) -> list[tuple[str, Json]]:
     body = {"model": MODEL, "max_tokens": 50, "messages": HI, "stream": True, **fields}
     answer = await stand.post("/v1/messages", body, x_api_key=KEY)
     assert answer.status_code == 200, answer.text
-    events = []
-    for block in answer.text.split("\n\n"):
-        if block and not block.startswith(":"):
-            name, data = block.split("\n")
-            events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return events
-
-
-def bytewise(text: str) -> list[Act]:
-    return say(*[bytes([byte]) for byte in text.encode()])
+    return named_events(answer.text)
 
 
 async def test_a_whole_answer(client: anthropic.AsyncAnthropic, stand: Stand) -> None:

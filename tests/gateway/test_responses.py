@@ -16,17 +16,11 @@ from shardline.errors import ShardlineError
 from shardline.gateway.responses_requests import ResponsesBody, responses_request
 from shardline.gateway.template import Templates
 from shardline.settings import Settings
-from tests.support.gateway_stand import MODEL, Act, Fail, Json, Refuse, Stand, Wait, bundle, say, standing
+from tests.support.dialects import CALL, THINKING, bytewise, named_events
+from tests.support.gateway_stand import MODEL, Fail, Json, Refuse, Stand, Wait, bundle, say, standing
 
 KEY = "sk-alice-0123456789"
 PIECES = [b"Gr\xc3", b"\xbc\xc3", b"\x9fe", b" hello"]
-THINKING = (
-    "{{ tools }}<tool_call></tool_call>{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
-    "{% if m.tool_calls %}{{ m.tool_calls }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}{% if false %}</think>{% endif %}"
-)
-CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Köln"}}</tool_call>'
 TOOL: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 
 
@@ -49,16 +43,7 @@ async def raw(stand: Stand, **fields: Any) -> list[tuple[str, Json]]:
     body = {"model": MODEL, "input": "Hi", "stream": True, **fields}
     answer = await stand.post("/v1/responses", body, authorization=f"Bearer {KEY}")
     assert answer.status_code == 200, answer.text
-    events = []
-    for block in answer.text.split("\n\n"):
-        if block and not block.startswith(":"):
-            name, data = block.split("\n")
-            events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return events
-
-
-def bytewise(text: str) -> list[Act]:
-    return say(*[bytes([byte]) for byte in text.encode()])
+    return named_events(answer.text)
 
 
 async def test_a_whole_answer(client: openai.AsyncOpenAI, stand: Stand) -> None:

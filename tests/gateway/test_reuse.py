@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardline.errors import ShardlineError
-from shardline.gateway.reuse import OFF, REMEMBERED, HotRoutes, Start, check_opened, prefix_of, start_of
+from shardline.gateway.reuse import OFF, REMEMBERED, HotRoutes, Start, check_opened, gone_on, prefix_of, start_of
 from shardline.wire.messages import Opened
 from shardline.wire.prefix import blocks_in
 
@@ -98,3 +98,12 @@ def test_a_route_with_a_node_that_failed_is_not_hot() -> None:
     hot.add("c", digests(100), ["c"])
     hot.forget("b")
     assert hot.find("c", digests(200), 200) == {"c": 96}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "generated"), [(0, 0), (1, 31), (31, 1), (40, 90), (64, 64), (70_000, 40), (65_530, 40)]
+)
+def test_a_prompt_gone_on_is_named_as_one_that_is_sent_whole(prompt: int, generated: int) -> None:
+    ids = list(range(prompt + generated))
+    named = prefix_of(ids[:prompt], "key")
+    assert gone_on(named, ids[:prompt], ids[prompt:]) == prefix_of(ids, "key").digests

@@ -19,9 +19,10 @@ pytest.importorskip("tokenizers")
 from shardline.cli.demo_model import demo_model
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import read_header
+from shardline.formats.vocabulary import has_vocabulary
 from shardline.model.llama_context import LlamaModel
 from shardline.model.llama_library import library
-from shardline.model.llama_text import LlamaText, check_text, has_text
+from shardline.model.llama_text import LlamaText, check_text
 from shardline.model.pre_tokenizers import FORMS, NAMES
 from shardline.model.tokenizer import ModelText, text_of_gguf
 from tests.support.gguf_writer import LLAMA, Typed, gguf_bytes
@@ -38,7 +39,7 @@ STRINGS = mixed_strings(300, 22, odd=True)
 def both(path: Path) -> Iterator[tuple[ModelText, LlamaText]]:
     """The text of a file as the PyTorch engine has it, and as the llama.cpp engine has it."""
     header = read_header(path)
-    assert has_text(header)
+    assert has_vocabulary(header)
     check_text(header)
     model = LlamaModel(library(), path, vocab_only=True)
     try:
@@ -178,7 +179,7 @@ def test_files_that_would_end_the_process_are_refused_before(
 
 def test_a_file_without_a_vocabulary(tmp_path: Path) -> None:
     header = read_header(written(tmp_path, {**LLAMA, "tokenizer.ggml.model": "none"}))
-    assert not has_text(header) and check_text(header) is None
+    assert not has_vocabulary(header) and check_text(header) is None
 
 
 def test_no_library_of_another_engine_is_needed(tmp_path: Path) -> None:

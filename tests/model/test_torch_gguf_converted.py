@@ -18,7 +18,7 @@ from tests.support.gguf_writer import Typed, gguf_bytes
 from tests.support.llama_tiny import TinyRoute
 from tests.support.tiny_gguf import tensor_shapes
 from tests.support.tiny_models import DELTA, LAYERS, MOE, SECTIONS, VOCABULARY, TinyModel, metadata
-from tests.support.torch_models import Route
+from tests.support.torch_models import Route, equal
 
 pytestmark = [pytest.mark.torch, pytest.mark.llama, pytest.mark.timeout(120)]
 
@@ -72,7 +72,7 @@ def test_a_cut_changes_no_bit(both: tuple[Path, list[Any]]) -> None:
     whole = Route(both[0], layers=LAYERS).run(CHUNKS)
     for cuts in ((1,), (4,), (2, 5)):
         split = Route(both[0], cuts, layers=LAYERS).run(CHUNKS)
-        assert all(np.array_equal(a, b) for a, b in zip(whole, split, strict=True))
+        assert equal(whole, split)
 
 
 def written(folder: Path, architecture: str, **changes: Any) -> Path:

@@ -19,7 +19,7 @@ from shardline.model.torch_backend import load
 from shardline.model.torch_gguf import config_of
 from shardline.wire.messages import TextBundle
 from tests.model.test_torch_weights import peak_memory
-from tests.support.torch_models import Route, entry, reference_greedy, reference_logits, result
+from tests.support.torch_models import Route, entry, equal, reference_greedy, reference_logits, result
 
 pytestmark = [pytest.mark.torch, pytest.mark.smollm2, pytest.mark.timeout(180)]
 """transformers takes 10 s of CPU time to read the file, and more where others use the machine too."""
@@ -71,9 +71,9 @@ def test_one_two_and_three_shards_give_the_bits_of_transformers(reference, whole
     chunks = [prompt[:9], prompt[9:], [260], [1909]]
     expected = whole.run(chunks)
     assert np.array_equal(whole.run([prompt])[0], reference_logits(reference, prompt))
-    assert all(np.array_equal(a, b) for a, b in zip(split.run(chunks), expected, strict=True))
+    assert equal(split.run(chunks), expected)
     two = Route(FILE, (15,), layers=LAYERS)
-    assert all(np.array_equal(a, b) for a, b in zip(two.run(chunks), expected, strict=True))
+    assert equal(two.run(chunks), expected)
 
 
 def test_greedy_text_is_that_of_generate(reference, whole, split):

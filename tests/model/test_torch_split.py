@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from tests.support.torch_models import (
     CONFIGS,
@@ -14,7 +14,9 @@ from tests.support.torch_models import (
     SIZES,
     VOCAB,
     Route,
+    chunked_logits,
     entry,
+    equal,
     reference_greedy,
     reference_logits,
     result,
@@ -48,11 +50,7 @@ def test_one_shard_generates_what_transformers_generates(saved):
 
 def test_chunks_give_the_logits_of_the_model_with_its_own_cache(saved):
     model, folder = saved
-    cache = DynamicCache(config=model.config)
-    for chunk, logits in zip(CHUNKS, Route(folder).run(CHUNKS), strict=True):
-        with torch.inference_mode():
-            expected = model(torch.tensor([chunk]), cache=cache, logits_to_keep=1).logits[0, -1]
-        assert np.array_equal(logits, expected.numpy())
+    assert equal(Route(folder).run(CHUNKS), chunked_logits(model, CHUNKS))
 
 
 def test_chunks_agree_with_one_piece(saved):
@@ -68,7 +66,7 @@ def test_a_cut_changes_no_bit(saved, cuts):
     _, folder = saved
     whole = Route(folder).run(CHUNKS)
     split = Route(folder, cuts).run(CHUNKS)
-    assert all(np.array_equal(a, b) for a, b in zip(whole, split, strict=True))
+    assert equal(whole, split)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
@@ -105,7 +103,7 @@ def test_others_that_nothing_was_written_for(kind, tmp_path):
     model = save(MORE[kind](), tmp_path)
     whole = Route(tmp_path).run(CHUNKS)
     assert np.array_equal(Route(tmp_path).run([PROMPT])[0], reference_logits(model, PROMPT))
-    assert all(np.array_equal(a, b) for a, b in zip(whole, Route(tmp_path, (1, 3)).run(CHUNKS), strict=True))
+    assert equal(whole, Route(tmp_path, (1, 3)).run(CHUNKS))
 
 
 def test_one_flipped_bit_in_a_hidden_row_changes_the_logits(tmp_path):

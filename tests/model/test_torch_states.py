@@ -10,13 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from transformers import DynamicCache
 
 from shardline.errors import ShardlineError
 from shardline.formats.architectures import of_model_type
 from shardline.formats.outline import outline_of_config
 from shardline.formats.session_state import state_bytes
-from tests.support.torch_models import AUDITED, AUDITED_LAYERS, VOCAB, Route, entry, result, save_audited
+from tests.support.torch_models import (
+    AUDITED,
+    AUDITED_LAYERS,
+    VOCAB,
+    Route,
+    chunked_logits,
+    entry,
+    equal,
+    result,
+    save_audited,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -32,10 +41,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, save_audited(request.param, folder), folder
 
 
-def equal(one: list[Any], two: list[Any]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 def feed(route: Route, slot: int, position: int, tokens: list[int]) -> Any:
     hidden = None
     for shard in route.shards:
@@ -46,11 +51,7 @@ def feed(route: Route, slot: int, position: int, tokens: list[int]) -> Any:
 
 def test_one_shard_gives_the_logits_of_the_model(saved: tuple[str, Any, Path]) -> None:
     _, model, folder = saved
-    cache = DynamicCache(config=model.config)
-    for chunk, logits in zip(CHUNKS, Route(folder, layers=AUDITED_LAYERS).run(CHUNKS), strict=True):
-        with torch.inference_mode():
-            expected = model(torch.tensor([chunk]), cache=cache, logits_to_keep=1).logits[0, -1]
-        assert np.array_equal(logits, expected.numpy())
+    assert equal(Route(folder, layers=AUDITED_LAYERS).run(CHUNKS), chunked_logits(model, CHUNKS))
 
 
 @pytest.mark.parametrize("cuts", [*((at,) for at in range(1, AUDITED_LAYERS)), (2, 5), (4,)], ids=str)

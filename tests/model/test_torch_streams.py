@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
 from shardline.model.torch_seam import ShardEnds
 from shardline.wire.steps import LayoutTensor
-from tests.support.torch_models import AUDITED_LAYERS, VOCAB, Route, entry, result, save_audited
+from tests.support.torch_models import AUDITED_LAYERS, VOCAB, Route, chunked_logits, entry, equal, result, save_audited
 
 pytestmark = pytest.mark.torch
 
@@ -37,16 +36,8 @@ def whole(saved: tuple[Any, Path]) -> list[Any]:
     return Route(saved[1], layers=AUDITED_LAYERS).run(CHUNKS)
 
 
-def equal(one: list[Any], two: list[Any]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 def test_one_shard_gives_the_logits_of_the_model(saved: tuple[Any, Path], whole: list[Any]) -> None:
-    cache = DynamicCache(config=saved[0].config)
-    for chunk, logits in zip(CHUNKS, whole, strict=True):
-        with torch.inference_mode():
-            expected = saved[0](torch.tensor([chunk]), cache=cache, logits_to_keep=1).logits[0, -1]
-        assert np.array_equal(logits, expected.numpy())
+    assert equal(whole, chunked_logits(saved[0], CHUNKS))
 
 
 @pytest.mark.parametrize("cuts", [*((at,) for at in range(1, AUDITED_LAYERS)), (2, 5), tuple(range(1, 8))], ids=str)

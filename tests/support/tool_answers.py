@@ -90,7 +90,7 @@ class Family:
         make_id: Callable[[], str] = lambda: f"id{next(numbers)}"  # noqa: E731
         reader = self.reading.reader(self.prompt)
         assert reader is not None
-        reader._parts._make_id = make_id  # type: ignore[attr-defined]
+        reader._parts._make_id = make_id
         stream = TextStream(self.words, (), self.reading.marks)
         found: list[Part] = []
         tokens = as_tokens(text, self.words)

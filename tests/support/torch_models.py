@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from shardline.model.backend import BackendEntry, BackendOutput, ShardSpec
 from shardline.model.torch_backend import TorchBackend, load
@@ -246,3 +246,17 @@ def reference_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) 
     )
     tokens: list[int] = made[0, len(prompt) :].tolist()
     return tokens
+
+
+def chunked_logits(model: PreTrainedModel, chunks: Sequence[Sequence[int]]) -> list[Any]:
+    """What transformers computes behind each of `chunks`, over its own cache, as `Route.run` does."""
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        return [
+            model(torch.tensor([list(chunk)]), cache=cache, logits_to_keep=1).logits[0, -1].numpy() for chunk in chunks
+        ]
+
+
+def equal(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    """Whether all arrays are the same, to the bit."""
+    return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))

@@ -126,6 +126,15 @@ def test_records_are_bounded_and_running_ones_are_kept() -> None:
     assert [r["id"] for r in records.list("k")] == [running.id]
 
 
+def test_the_latest_are_all_that_run_and_some_that_ended() -> None:
+    records = Records(SETTINGS)
+    made = [records.new(key_id="k", model="m", prompt_tokens=1) for _ in range(5)]
+    records.new(key_id="other", model="m", prompt_tokens=1)
+    for record in (made[0], made[2], made[4]):
+        record.enter("completed")
+    assert [view["id"] for view in records.latest("k", 2)] == [made[n].id for n in (3, 1, 4, 2)]
+
+
 async def test_a_key_sees_and_cancels_its_own_only() -> None:
     records = Records(SETTINGS)
     record = records.new(key_id="mine", model="m", prompt_tokens=1)

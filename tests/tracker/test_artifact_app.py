@@ -16,7 +16,7 @@ from shardline.artifact.signing import SIGNATURE_BYTES_LIMIT
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.tracker.app import create_app
-from shardline.tracker.examination import POSSESSION_PATH, ask_with
+from shardline.tracker.examination import ask_with
 from shardline.tracker.offers import Offer
 from shardline.tracker.state import TrackerState, dial_with
 from shardline.transport.bodies import read_json, send_body, send_json
@@ -24,7 +24,7 @@ from shardline.transport.boundary import ControlGate, ErrorBoundary
 from shardline.transport.http_client import HttpClient, Response
 from shardline.transport.http_server import serve
 from shardline.transport.tracker_client import TrackerClient
-from shardline.wire.artifacts import Challenge, Seeder
+from shardline.wire.artifacts import POSSESSION_PATH, Challenge, Seeder
 from shardline.wire.bitmap import Pieces
 from shardline.wire.messages import Signed
 from tests.support.artifacts import safetensors_folder, signed_bundle
@@ -190,9 +190,9 @@ async def test_an_advertisement_leads_to_a_source_and_a_challenge(cluster: Clust
                 await asyncio.sleep(0.02)
         shown = await told(cluster, offered)
         assert (shown.node, shown.proven, shown.servable) == (node.id, True, [(0, LAYERS)])
-        (source,) = (await cluster.tracker.sources(offered.content_id, "n-other")).sources
+        (source,) = await cluster.tracker.sources(offered.content_id, "n-other")
         assert (source.node, source.url, source.same_host) == (node.id, node.url, True)
-        assert (await cluster.tracker.sources(offered.content_id, node.id)).sources == []
+        assert await cluster.tracker.sources(offered.content_id, node.id) == []
         text = (await cluster.raw("GET", "/metrics")).body.decode()
         assert 'shardline_tracker_challenges_total{result="passed"} 1.0' in text
         assert 'shardline_tracker_advertisements_total{result="ok"} 1.0' in text

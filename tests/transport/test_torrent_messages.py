@@ -43,7 +43,7 @@ def test_orders_arrive_whole_however_they_are_cut(cuts: list[int]) -> None:
 
 
 def test_reports_of_every_kind_are_told_apart() -> None:
-    seen = Seen("mac1-a", 1, (b"\xff",), (PeerFigures("127.0.0.1", 6, 0, 1, 2, 3),), 4, 5)
+    seen = Seen("mac1-a", 1, (b"\xff",), (PeerFigures("127.0.0.1", 6, 0, 1, 2),), 4, 5)
     frames: Frames[Report] = Frames(Report, REPORT_BYTES)
     assert list(frames.feed(frame(Listening(1)) + frame(Alive()) + frame(seen))) == [Listening(1), Alive(), seen]
 

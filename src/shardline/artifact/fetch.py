@@ -283,10 +283,7 @@ class Fetch:
         if bad is None:
             return None
         self._plan.paced(account, _now() - began)
-        wrong = sum(tree.piece_range(piece)[1] - tree.piece_range(piece)[0] for piece in bad)
-        account.gave(_now(), len(data) - wrong)
-        if self._rate is not None:
-            self._rate.add(_now(), len(data) - wrong)
+        self._gave(account, len(data) - tree.bytes_of(bad))
         if bad:
             account.gave_wrong(number, bad)
             log.warning("source_banned", source=account.source.name, file=number, pieces=bad[:8])
@@ -305,10 +302,7 @@ class Fetch:
             async with contextlib.aclosing(source.place(number, first, first + run.end - run.first)) as placed:
                 async for pieces in placed:
                     bad = Pieces.of(pieces.count, await self.delivered(number, pieces))
-                    count = sum(tree.piece_range(piece)[1] - tree.piece_range(piece)[0] for piece in pieces - bad)
-                    account.gave(_now(), count)
-                    if self._rate is not None:
-                        self._rate.add(_now(), count)
+                    self._gave(account, tree.bytes_of(pieces - bad))
                     if bad:
                         raise ShardlineError(
                             "source_failed", f"{len(bad)} pieces do not lie in the file as they should"
@@ -323,6 +317,11 @@ class Fetch:
             return self._gave_nothing(account, run, error)
         self._plan.paced(account, _now() - began)
         return None
+
+    def _gave(self, account: SourceAccount, count: int) -> None:
+        account.gave(_now(), count)
+        if self._rate is not None:
+            self._rate.add(_now(), count)
 
     def _gave_nothing(self, account: SourceAccount, run: Run, error: ShardlineError) -> float | None:
         """How long to leave a source alone that did not give a run, or not all of it."""

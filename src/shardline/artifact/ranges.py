@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
 
 from shardline.formats.layers import ByteRange, byte_ranges, check_range, is_tied, place_of, shard_tensors
+from shardline.wire.bitmap import Pieces
 from shardline.wire.manifest import Manifest, TensorRow
 
 
@@ -42,14 +43,8 @@ def servable(manifest: Manifest, held: Mapping[int, Container[int]]) -> list[tup
     `held`: piece numbers by file number. Any range inside one of them can be served too, except that the head needs
     layer 0 and the tail the last one. [] where not even the headers are whole.
     """
-    layers = [layer for layer, needed in enumerate(layer_pieces(manifest)) if _is_held(needed, held)]
-    runs: list[tuple[int, int]] = []
-    for layer in layers:
-        if runs and runs[-1][1] == layer:
-            runs[-1] = (runs[-1][0], layer + 1)
-        else:
-            runs.append((layer, layer + 1))
-    return runs
+    layers = (layer for layer, needed in enumerate(layer_pieces(manifest)) if _is_held(needed, held))
+    return list(Pieces.of(manifest.model.n_layers, layers).runs())
 
 
 def layer_pieces(manifest: Manifest) -> Iterable[dict[int, list[int]]]:

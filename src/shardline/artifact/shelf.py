@@ -14,6 +14,13 @@ from shardline.errors import ShardlineError
 from shardline.wire.bitmap import HeldFile, HeldPieces
 
 
+def held_file(file: StoredFile) -> HeldFile:
+    """What is held of it, for others."""
+    return HeldFile(
+        root=file.name, size=file.tree.size, piece_length=file.tree.piece_length, pieces=file.held().to_bytes()
+    )
+
+
 class Shelf:
     """Artifacts that are given away. It closes none: whoever opened them does, after taking them from here."""
 
@@ -30,18 +37,7 @@ class Shelf:
 
     def offer(self, content_id: str) -> HeldPieces:
         """What is held of it; `not_found`."""
-        return HeldPieces(
-            content_id=content_id,
-            files=tuple(
-                HeldFile(
-                    root=file.name,
-                    size=file.tree.size,
-                    piece_length=file.tree.piece_length,
-                    pieces=file.held().to_bytes(),
-                )
-                for file in self._artifact(content_id).files
-            ),
-        )
+        return HeldPieces(content_id=content_id, files=tuple(map(held_file, self.artifact(content_id).files)))
 
     def size(self, content_id: str, root: str) -> int:
         """Bytes of the file with this root; `not_found`."""
@@ -51,14 +47,15 @@ class Shelf:
         """The file, to be read from `start` to `end` and closed; `artifact_incomplete` unless all of that is held."""
         return self._file(content_id, root).open(start, end)
 
-    def _artifact(self, content_id: str) -> StoredArtifact:
+    def artifact(self, content_id: str) -> StoredArtifact:
+        """What is given away under this id; `not_found`."""
         found = self._artifacts.get(content_id)
         if found is None:
             raise ShardlineError("not_found", "no such artifact is given away here")
         return found
 
     def _file(self, content_id: str, root: str) -> StoredFile:
-        for file in self._artifact(content_id).files:
+        for file in self.artifact(content_id).files:
             if file.name == root:
                 return file
         raise ShardlineError("not_found", "no such file is in that artifact")

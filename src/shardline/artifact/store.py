@@ -16,10 +16,10 @@ import re
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardline.artifact.bundle import MANIFEST_NAME, SIGNATURE_NAME, SMALL_FOLDER, TORRENT_NAME, Bundle, TrustPolicy
+from shardline.artifact.bundle import MANIFEST_NAME, Bundle, TrustPolicy, bundle_paths, read_bundle_file
 from shardline.artifact.bundle import load_bundle as read_bundle
 from shardline.artifact.locks import Claims, Lease, exclusive, sole_use
 from shardline.artifact.ranges import pieces_of, servable, shard_ranges
@@ -232,13 +232,7 @@ class StoredArtifact:
 
     def bytes_of(self, pieces: Mapping[int, Pieces]) -> int:
         """How many bytes these pieces have."""
-        total = 0
-        for number, some in pieces.items():
-            tree = self.files[number].tree
-            total += len(some) * tree.piece_length
-            if len(tree.layer) - 1 in some:
-                total -= len(tree.layer) * tree.piece_length - tree.size
-        return total
+        return sum(self.files[number].tree.bytes_of(some) for number, some in pieces.items())
 
     def check_held(self, first: int, last: int) -> None:
         """`artifact_incomplete` unless all pieces of Shard [first, last) are held."""
@@ -256,15 +250,13 @@ class StoredArtifact:
 
 
 def _copy_bundle(bundle: Bundle, folder: Path) -> None:
-    """The files of the description, manifest last: without it there is no artifact."""
+    """The files of the description, put there together, in place of those that are there and differ."""
     source, target = bundle.folder, folder / BUNDLE
     if source.absolute() == target.absolute() or _is_same(bundle, target):
         return
-    names = [f"{SMALL_FOLDER}/{entry.path}" for entry in bundle.manifest.small_files]
-    names += [name for name in (SIGNATURE_NAME, TORRENT_NAME, MANIFEST_NAME) if (source / name).is_file()]
     part = folder / (BUNDLE + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    for name in names:
+    for name in bundle_paths(bundle):
         path = part / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_synced(path, (source / name).read_bytes())
@@ -277,13 +269,13 @@ def _copy_bundle(bundle: Bundle, folder: Path) -> None:
 
 
 def _is_same(bundle: Bundle, target: Path) -> bool:
-    """Whether the very same description lies in the store, signature included."""
-    names = (SIGNATURE_NAME, TORRENT_NAME, MANIFEST_NAME)
-    return all(_content(bundle.folder / name) == _content(target / name) for name in names)
-
-
-def _content(path: Path) -> bytes | None:
+    """Whether the very same description lies in the store, signature and small files included."""
+    there, paths = replace(bundle, folder=target), bundle_paths(bundle)
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
+        return bundle_paths(there) == paths and all(
+            read_bundle_file(there, path, limit) == read_bundle_file(bundle, path, limit)
+            for path, limit in paths.items()
+        )
+    except ShardlineError:
+        # One that cannot be read is put there anew.
+        return False

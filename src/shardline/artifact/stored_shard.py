@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from shardline.artifact.shard_files import ShardFiles
-from shardline.artifact.store import StoredArtifact
+from shardline.artifact.store import StoredArtifact, Wanted
 from shardline.artifact.verification import check_folder_facts, check_header
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import TensorInfo, parse_header
@@ -68,8 +68,19 @@ def check_pieces(
     Errors: `artifact_incomplete` where some are not held, or not any more; `cancelled`.
     """
     artifact.check_held(first, last)
-    wanted = artifact.wanted(first, last)
-    done, total = 0, sum(map(len, wanted.values()))
+    drop_damaged(artifact, artifact.wanted(first, last), progress=progress, cancelled=cancelled)
+    artifact.check_held(first, last)
+
+
+def drop_damaged(
+    artifact: StoredArtifact,
+    wanted: Wanted,
+    *,
+    progress: Progress | None = None,
+    cancelled: Cancelled | None = None,
+) -> bool:
+    """Hash these pieces, which are held, once more. Whether some are damaged: those are held no longer. `cancelled`."""
+    done, total, found = 0, sum(map(len, wanted.values())), False
     for number, pieces in wanted.items():
         file = artifact.files[number]
         bad = []
@@ -82,9 +93,10 @@ def check_pieces(
             if progress is not None:
                 progress(done, total)
         if bad:
+            found = True
             log.warning("pieces_damaged", content_id=artifact.content_id, file=file.name[:16], pieces=bad[:8])
             file.commit(Pieces(file.count), Pieces.of(file.count, bad))
-    artifact.check_held(first, last)
+    return found
 
 
 def stored_shard(
@@ -93,20 +105,22 @@ def stored_shard(
     first: int,
     last: int,
     *,
+    vocabulary: bool = False,
     checked: bool = False,
     progress: Progress | None = None,
     cancelled: Cancelled | None = None,
 ) -> Path:
     """The Shard file of [first, last), from the cache or made now from held pieces.
 
-    `checked`: `check_pieces` has just been called. Else it is called where the file must be made.
-    Errors: those of `check_pieces`, `stored_model` and `ShardFiles.shard`.
+    `vocabulary`: the vocabulary file beside it, too. `checked`: `check_pieces` has just been called; else it is called
+    where the Shard file must be made. Errors: those of `check_pieces`, `stored_model` and `ShardFiles.shard`.
     """
     if not checked and not shard_files.shard_path(artifact.content_id, first, last).exists():
         check_pieces(artifact, first, last, cancelled=cancelled)
         checked = True
-    return shard_files.shard(
-        stored_model(artifact),
+    model = stored_model(artifact)
+    path = shard_files.shard(
+        model,
         artifact.content_id,
         first,
         last,
@@ -115,3 +129,6 @@ def stored_shard(
         progress=progress,
         cancelled=cancelled,
     )
+    if vocabulary:
+        shard_files.vocabulary(model, artifact.content_id, cancelled=cancelled)
+    return path

@@ -22,10 +22,10 @@ from shardline.cli.invocation import Invocation, credential_of, note_absent_stat
 from shardline.cli.listings import as_json_option, columns, full_id, size
 from shardline.cli.offering import believed
 from shardline.cli.progress import progress
-from shardline.cli.roles import STORE_FOLDER
 from shardline.cli.seeder import seed
 from shardline.cli.values import LayerRange
 from shardline.errors import ShardlineError
+from shardline.options import STORE_FOLDER
 
 if TYPE_CHECKING:
     from shardline.artifact.bundle import TrustPolicy

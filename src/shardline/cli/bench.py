@@ -111,9 +111,10 @@ def _wanted(
         check_cover(each, shape.n_layers)
     named = {len(each): each for each in ranges}
     weights = weight_bytes(source.tensors, shape.n_layers)
+    cuts = cuts_of(source.header)
     for nodes in counts["nodes"]:
         if nodes not in named:
-            even_cut(cuts_of(source.header), weights, nodes)  # refuses what the measurement would refuse much later
+            even_cut(cuts, weights, nodes)  # refuses what the measurement would refuse much later
     return Wanted(
         ranges=named,
         model=model.resolve(),

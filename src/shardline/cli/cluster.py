@@ -26,6 +26,7 @@ from shardline.cli.cluster_parts import (
 )
 from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for, shared_out
 from shardline.cli.invocation import Invocation, environment, pass_invocation
+from shardline.cli.model_layers import layer_count
 from shardline.cli.offering import check_offers, offering
 from shardline.cli.roles import LISTEN_HELP, files_option, tls_options
 from shardline.cli.values import LayerRanges, ListenAddress, check_cover
@@ -301,14 +302,13 @@ def planned(
     **gateway_flags: Any,
 ) -> Plan:
     """The plan of a cluster for `model`; raises `layers_invalid` where its layers cannot be shared out as asked."""
-    from shardline.cli.model_layers import layer_count
-
     if nodes is not None and ranges is not None and nodes != len(ranges):
         raise click.UsageError(f"--nodes {nodes} and {len(ranges)} ranges in --layers do not fit: give one of them")
     chosen = engine_for(model, engine)
-    count = layer_count(model, chosen)
-    taken = ranges if ranges is not None else shared_out(model, chosen, nodes or 2)
-    check_cover(taken, count)
+    if ranges is None:
+        ranges = shared_out(model, chosen, nodes or 2)
+    else:
+        check_cover(ranges, layer_count(model, chosen))
     given = [] if engine is None else ["--engine", engine]
     given += [] if threads is None else ["--threads", str(threads)]
     given += [] if kv_tokens is None else ["--kv-tokens", str(kv_tokens)]
@@ -316,7 +316,7 @@ def planned(
     added = ["--threads", str(physical_cores())] if threads is None and chosen != "llama" else []
     return Plan(
         model=model.resolve(),
-        ranges=taken,
+        ranges=ranges,
         node_arguments=(*given, *added),
         node_flags_given=tuple(given),
         **gateway_flags,

@@ -15,7 +15,7 @@ from shardline.cli.listings import as_json_option, columns, size
 from shardline.cli.model_outline import Wish, read_outline
 
 if TYPE_CHECKING:
-    from shardline.formats.outline import Outline
+    from shardline.formats.outline import Engine, Outline
 
 _KV_TOKENS = 1000
 
@@ -31,7 +31,7 @@ _PROOFS = {
 @click.option("--nodes", type=click.IntRange(1, 64), help="Propose the most even cut for so many Nodes.")
 @click.option("--engine", type=click.Choice(["llama", "torch"]), help="[default: llama for GGUF, else torch]")
 @as_json_option
-def cuts(model: Path, nodes: int | None, engine: str | None, as_json: bool) -> None:
+def cuts(model: Path, nodes: int | None, engine: Engine | None, as_json: bool) -> None:
     """Say where MODEL can be cut, and why not elsewhere.
 
     MODEL is described by the same as for `shardline plan`: a GGUF file or its beginning, a Model Artifact, a folder, a

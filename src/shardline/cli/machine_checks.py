@@ -10,7 +10,6 @@ from __future__ import annotations
 import email.utils
 import http.client
 import resource
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shardline.cli.recognition import unproved_connection
 from shardline.cli.running import RunningCluster
 from shardline.errors import ShardlineError
 from shardline.transport.addresses import is_loopback, reachable_address, split_url
@@ -34,7 +34,6 @@ CLOCK_S = 60.0
 """By so much clocks of two machines of a cluster may differ."""
 LOAD_S = 120.0
 """Importing an engine, from a cold disk."""
-LOOK_S = 2.0
 _ENGINES = {
     "llama": "from shardline.model.llama_library import library; print(library().build)",
     "torch": "import torch, transformers, safetensors, tokenizers, gguf;"
@@ -232,20 +231,12 @@ def clock_finding(url: str, date: str | None, now: float) -> Finding:
 
 def tracker_date(url: str) -> str | None:
     """The Date of the Tracker's `/healthz`; empty where something answers and names none. Nothing secret is sent."""
-    parts = split_url(url)
-    connection: http.client.HTTPConnection
-    if parts.scheme == "https":
-        unproved = ssl._create_unverified_context()
-        connection = http.client.HTTPSConnection(parts.host, parts.port, timeout=LOOK_S, context=unproved)
-    else:
-        connection = http.client.HTTPConnection(parts.host, parts.port, timeout=LOOK_S)
     try:
-        connection.request("GET", "/healthz")
-        return connection.getresponse().getheader("date") or ""
+        with unproved_connection(url) as connection:
+            connection.request("GET", "/healthz")
+            return connection.getresponse().getheader("date") or ""
     except (OSError, http.client.HTTPException):
         return None
-    finally:
-        connection.close()
 
 
 def files_finding(soft: int, hard: int) -> Finding:

@@ -25,7 +25,7 @@ _MANIFEST = "manifest.json"
 class Wish:
     """What the command line says beside the model."""
 
-    engine: str | None = None
+    engine: Engine | None = None
     dtype: str | None = None
     size_bytes: int | None = None
     """Of the files of a build, where only a config.json describes the model."""
@@ -79,7 +79,7 @@ def _read(path: Path, wish: Wish) -> Outline:
     from shardline.formats.outline import outline_of_gguf
 
     _check_stored(wish)
-    return outline_of_gguf(read_model(path, beginnings=True), _engine(wish, "llama"))
+    return outline_of_gguf(read_model(path, beginnings=True), wish.engine or "llama")
 
 
 def _of_folder(folder: Path, wish: Wish) -> Outline:
@@ -138,25 +138,19 @@ def _of_manifest(raw: bytes, wish: Wish, config: Path | None = None) -> Outline:
         key_width=None,
         value_width=None,
     )
-    return outline_of_table(shape, tensors, _engine(wish, "llama"))
+    return outline_of_table(shape, tensors, wish.engine or "llama")
 
 
 def _of_config(config: Mapping[str, Any], wish: Wish, tensors: Mapping[str, Any] | None) -> Outline:
     from shardline.formats.outline import outline_of_build, outline_of_config
 
-    engine = _engine(wish, "torch")
+    engine = wish.engine or "torch"
     if tensors is not None:
         _check_stored(wish)
         return outline_of_config(config, engine, tensors=tensors, dtype=wish.dtype)
     if wish.size_bytes is not None:
         return outline_of_build(config, engine, wish.size_bytes, dense_bits=wish.dense_bits)
     return outline_of_config(config, engine, dtype=wish.dtype)
-
-
-def _engine(wish: Wish, default: Engine) -> Engine:
-    if wish.engine in (None, "llama", "torch"):
-        return default if wish.engine is None else wish.engine  # type: ignore[return-value]
-    raise ShardlineError("setting_invalid", f"nothing is planned for the engine {wish.engine}", param="engine")
 
 
 def _check_stored(wish: Wish) -> None:

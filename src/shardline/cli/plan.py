@@ -16,7 +16,7 @@ from shardline.cli.values import Memory, counted
 from shardline.errors import ShardlineError
 
 if TYPE_CHECKING:
-    from shardline.formats.outline import Outline
+    from shardline.formats.outline import Engine, Outline
     from shardline.formats.plan import Assumptions, Machine, Placed, Plan
 
 BANDWIDTH_GB_S = 50.0
@@ -56,7 +56,7 @@ def plan(
     sessions: int,
     rtt: str,
     bandwidths: tuple[float, ...],
-    engine: str | None,
+    engine: Engine | None,
     dtype: str | None,
     size_bytes: int | None,
     dense_bits: float | None,

@@ -11,6 +11,7 @@ import http.client
 import json
 import socket
 import ssl
+from collections.abc import Iterator
 
 from shardline.errors import ShardlineError
 from shardline.transport.addresses import split_url
@@ -25,24 +26,30 @@ _WHERE = {
 }
 
 
-def part_at(url: str) -> str | None:
-    """`Gateway`, `Tracker` or `Node`, by how what answers at `url` says that it lives; None if it is none of them."""
+@contextlib.contextmanager
+def unproved_connection(url: str) -> Iterator[http.client.HTTPConnection]:
+    """A connection for one short question. Who answers need not prove who that is: nothing is sent that anybody could
+    want, and the answer only makes a sentence."""
     parts = split_url(url)
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
-        # Nothing is sent that anybody could want, and the answer only makes a sentence.
         unproved = ssl._create_unverified_context()
         connection = http.client.HTTPSConnection(parts.host, parts.port, timeout=LOOK_S, context=unproved)
     else:
         connection = http.client.HTTPConnection(parts.host, parts.port, timeout=LOOK_S)
+    with contextlib.closing(connection):
+        yield connection
+
+
+def part_at(url: str) -> str | None:
+    """`Gateway`, `Tracker` or `Node`, by how what answers at `url` says that it lives; None if it is none of them."""
     try:
-        connection.request("GET", parts.target.rstrip("/") + "/healthz")
-        response = connection.getresponse()
-        said = json.loads(response.read(_BODY_LIMIT))
+        with unproved_connection(url) as connection:
+            connection.request("GET", split_url(url).target.rstrip("/") + "/healthz")
+            response = connection.getresponse()
+            said = json.loads(response.read(_BODY_LIMIT))
     except (OSError, http.client.HTTPException, ValueError):
         return None
-    finally:
-        connection.close()
     if response.status != 200 or response.getheader("x-request-id") is None or not isinstance(said, dict):
         return None
     if "state" in said:

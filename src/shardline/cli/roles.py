@@ -23,8 +23,6 @@ TRACKER_KEY = "tracker.key"
 """Name in the state folder."""
 JOIN_HELP = "Join a cluster of other machines by the line that it printed; @FILE or - (stdin) keeps it out of `ps`."
 LISTEN_HELP = "Let other machines join: HTTPS with the cluster's keys, as 0.0.0.0; prints the line for the next one."
-STORE_FOLDER = "artifacts"
-"""Name in the state folder: pieces of Model Artifacts."""
 Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions, SeederOptions)
 
 

@@ -17,7 +17,6 @@ from shardline.cli.invocation import Invocation, credential_of, environment, pas
 from shardline.cli.offering import offering, trusted_keys
 from shardline.cli.roles import (
     JOIN_HELP,
-    STORE_FOLDER,
     check_one_tracker,
     files_option,
     host_towards,
@@ -29,7 +28,7 @@ from shardline.cli.roles import (
     writable,
 )
 from shardline.cli.values import JoinLine
-from shardline.options import SeederOptions
+from shardline.options import STORE_FOLDER, SeederOptions
 
 if TYPE_CHECKING:
     from shardline.cli.config import Configuration

@@ -6,12 +6,12 @@ import { copyButton } from "./parts.js";
 
 const FENCE = /^(?:```|~~~)[ \t]*([\w+#.-]*)[^\n]*\n([\s\S]*?)(?:^(?:```|~~~)[ \t]*$|$(?![\s\S]))/gm;
 
-export function answerBlocks(written, redraw) {
+export function answerBlocks(written) {
   const text = written.trimStart();
   const blocks = [];
   let last = 0;
   for (const found of text.matchAll(FENCE)) {
-    blocks.push(...prose(text.slice(last, found.index)), code(found[1], found[2].replace(/\n$/, ""), redraw));
+    blocks.push(...prose(text.slice(last, found.index)), code(found[1], found[2].replace(/\n$/, "")));
     last = found.index + found[0].length;
   }
   return [...blocks, ...prose(text.slice(last))];
@@ -24,11 +24,11 @@ function prose(text) {
 
 const inline = (piece) => (piece.length > 2 && piece.startsWith("`") && piece.endsWith("`") ? h("code", {}, piece.slice(1, -1)) : piece);
 
-function code(language, text, redraw) {
+function code(language, text) {
   return h(
     "figure",
     { class: "code" },
-    h("figcaption", {}, h("span", {}, language || "code"), copyButton(text, redraw)),
+    h("figcaption", {}, h("span", {}, language || "code"), copyButton(text)),
     h("pre", { tabindex: "0", "aria-label": `${language || "Code"}` }, h("code", {}, text)),
   );
 }

@@ -1,7 +1,7 @@
 // The conversation of this tab: what was said, the answer under way, and how it ended. It is kept in sessionStorage, so
 // that it survives a reload and nobody else finds it.
 
-import { authorised } from "./live.js";
+import { authorised, cancelSession } from "./live.js";
 import { changed, state } from "./store.js";
 import { Failure, eventsOf, failureOf } from "./stream.js";
 
@@ -88,10 +88,7 @@ export function stop() {
   message.state = "stopped";
   abort.abort();
   // A proxy in between may keep the connection to the Gateway open: it is told by name, too.
-  if (message.session) {
-    const url = `v1/route-sessions/${encodeURIComponent(message.session)}`;
-    fetch(url, { method: "DELETE", headers: authorised(), keepalive: true }).catch(() => {});
-  }
+  if (message.session) cancelSession(message.session);
   running = null;
   changed();
 }

@@ -104,7 +104,7 @@ function messageView(message, i) {
     "article",
     { class: `message ${message.role}${streaming ? " streaming" : ""}`, key: `m${i}`, "aria-label": isAnswer ? "Answer" : "You", "aria-busy": streaming ? "true" : null },
     isAnswer && message.thinking && h("details", { class: "thinking", open: streaming && !message.text }, h("summary", {}, "Thinking"), h("div", { class: "prose" }, message.thinking)),
-    isAnswer ? answerBlocks(message.text, changed) : h("div", { class: "prose" }, message.text),
+    isAnswer ? answerBlocks(message.text) : h("div", { class: "prose" }, message.text),
     streaming && !message.text && h("div", { class: "waits", "aria-hidden": "true" }, h("i", {}), h("i", {}), h("i", {})),
     message.state === "failed" && failure(message.error),
     message.state === "stopped" && h("p", { class: "ended" }, "Stopped."),
@@ -135,8 +135,8 @@ function actions(message) {
     { class: "actions" },
     h("button", { type: "button", class: "small", onclick: () => again() }, message.state === "done" ? "Ask again" : "Send again"),
     cut && h("button", { type: "button", class: "small", onclick: () => goOn() }, "Go on from here"),
-    message.text && copyButton(message.text, changed),
-    copyButton(curl(), changed, "Copy as curl"),
+    message.text && copyButton(message.text),
+    copyButton(curl(), "Copy as curl"),
     usage && h("span", { class: "dim" }, `${counted(usage.prompt_tokens, "token")} in${kept ? `, ${count(kept)} kept` : ""}, ${count(usage.completion_tokens)} out`),
   );
 }

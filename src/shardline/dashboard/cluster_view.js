@@ -2,7 +2,7 @@
 // is what it is. All of it in the words of the Tracker; what is old is grey.
 
 import { h } from "./dom.js";
-import { bytes, count, counted, layers, machine, ms, percent, rate, seconds, share, short } from "./format.js";
+import { bytes, count, counted, layers, machine, ms, percent, rate, seconds, share } from "./format.js";
 import { meter, nodeName, pill } from "./parts.js";
 import { isLive, isOld, may, now, state } from "./store.js";
 

@@ -2,7 +2,7 @@
 // place of a reader stay. Text becomes text nodes only: there is no way from a string to markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const AS_PROPERTY = new Set(["value", "checked", "disabled", "open"]);
+const AS_PROPERTY = new Set(["value", "disabled", "open"]);
 const known = new WeakMap(); // element -> { type, props }
 
 /** An element to be. Props: attributes, `on…` functions, `style` (an object), `key`, `ref` (called with the element once

@@ -58,5 +58,5 @@ function withoutKeys({ tracker, is_local, flags }) {
 const needs = () => h("p", { class: "dim" }, "The machine needs Shardline with an engine of the same class as the Nodes that are there (view Cluster), and must be reached by the Tracker and by the other Nodes.");
 
 function command(text, note) {
-  return h("figure", { class: "code" }, h("figcaption", {}, h("span", {}, note ?? "Command"), copyButton(text, changed)), h("pre", { tabindex: "0", "aria-label": "Command" }, h("code", {}, text)));
+  return h("figure", { class: "code" }, h("figcaption", {}, h("span", {}, note ?? "Command"), copyButton(text)), h("pre", { tabindex: "0", "aria-label": "Command" }, h("code", {}, text)));
 }

@@ -18,6 +18,12 @@ export function authorised(headers = {}) {
 }
 
 /** Take another key, or none, and connect anew. */
+/** Ends a session; also while the page goes away. */
+export function cancelSession(id) {
+  const url = `v1/route-sessions/${encodeURIComponent(id)}`;
+  return fetch(url, { method: "DELETE", headers: authorised(), keepalive: true }).catch(() => {});
+}
+
 export function useKey(value) {
   if (value) sessionStorage.setItem(KEY, value);
   else sessionStorage.removeItem(KEY);
@@ -49,7 +55,6 @@ async function connect() {
   const heard = () => {
     clearTimeout(watch);
     watch = setTimeout(() => mine.abort(), SILENT_MS);
-    state.link.heard = Date.now();
   };
   try {
     heard();

@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { ms, share, short } from "./format.js";
-import { now } from "./store.js";
+import { changed, now } from "./store.js";
 import { PHASES } from "./words.js";
 
 export const pill = (kind, text, title) => h("span", { class: `pill ${kind}`, title }, text);
@@ -28,21 +28,21 @@ export function meter(label, all, parts, text) {
 
 const copied = new Map(); // text -> the timer that takes the word back
 
-/** Copies `text`. `redraw` is called when the button says that it has, and when it says so no more. */
-export function copyButton(text, redraw, words = "Copy") {
-  return h("button", { type: "button", class: "small", onclick: () => copy(text, redraw) }, copied.has(text) ? "Copied" : words);
+/** Copies `text`, and says for a moment that it has. */
+export function copyButton(text, words = "Copy") {
+  return h("button", { type: "button", class: "small", onclick: () => copy(text) }, copied.has(text) ? "Copied" : words);
 }
 
-async function copy(text, redraw) {
+async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
     copyBySelection(text); // not on a secure origin: the clipboard's own interface is not there
   }
   clearTimeout(copied.get(text));
-  copied.set(text, setTimeout(() => (copied.delete(text), redraw()), 1600));
+  copied.set(text, setTimeout(() => (copied.delete(text), changed()), 1600));
   announce("Copied.");
-  redraw();
+  changed();
 }
 
 function copyBySelection(text) {
@@ -63,7 +63,7 @@ export function announce(text) {
 const DURING = ["queued", "routing", "opening", "prefill", "decode"];
 
 /** Phases of a session as [{ phase, begins, ms }], from its arrival to its end or to now. */
-export function spans(session) {
+function spans(session) {
   const end = ((session.ended ?? now()) - session.created) * 1000;
   const began = session.phases.filter(([phase]) => DURING.includes(phase));
   if (!began.length || began[0][1] > 0.5) began.unshift(["queued", 0]); // it came back to the queue since

@@ -3,7 +3,7 @@
 import { speedChart } from "./chart.js";
 import { h } from "./dom.js";
 import { bytes, clock, count, counted, layers, ms, rate, seconds, short } from "./format.js";
-import { authorised } from "./live.js";
+import { cancelSession } from "./live.js";
 import { legend, nodeName, pill, timeLine } from "./parts.js";
 import { changed, isLive, state } from "./store.js";
 import { PHASES, circumstances, sentence, titleOf } from "./words.js";
@@ -40,7 +40,7 @@ function sessionView(session) {
       h("span", {}, model),
       h("span", { class: "dim" }, clock(created)),
       h("span", { class: "numbers" }, `${count(prefill.total)} in, ${count(decode.tokens)} out, ${rate(decode.tokens_per_s)} tokens/s`),
-      isLive(session) && h("button", { type: "button", class: "small", onclick: () => cancel(id) }, "Cancel"),
+      isLive(session) && h("button", { type: "button", class: "small", onclick: () => cancelSession(id) }, "Cancel"),
     ),
     timeLine(session),
     failure && h("p", { class: "bad-text" }, `${titleOf(failure)}: ${failure.message}`),
@@ -73,7 +73,3 @@ function details(session) {
 }
 
 const seam = (lane) => (lane?.steps ? `${counted(lane.steps, "step")}, ${bytes(lane.bytes)}` : "–");
-
-async function cancel(id) {
-  await fetch(`v1/route-sessions/${encodeURIComponent(id)}`, { method: "DELETE", headers: authorised() }).catch(() => {});
-}

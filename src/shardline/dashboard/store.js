@@ -3,7 +3,7 @@
 const SAMPLES = 1200;
 
 export const state = {
-  link: { state: "connecting", error: null, heard: 0 },
+  link: { state: "connecting", error: null },
   hello: null,
   /** Seconds that the Gateway's clock is ahead of ours. */
   ahead: 0,

@@ -1,4 +1,4 @@
-"""How many bytes a Shard takes: weights, Hot KV State per token, a row at the Seam.
+"""How many bytes a Shard takes: weights, and Hot KV State per token.
 
 Owns the arithmetic over tensor tables and model shapes, for planning before anything is loaded; what an engine really
 holds, it says itself. Pure. Shown by tests/formats/test_memory.py.
@@ -21,7 +21,6 @@ from shardline.formats.layers import (
     place_of,
 )
 from shardline.formats.shape import ModelShape
-from shardline.wire.steps import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,3 @@ def kv_bytes_per_token(shape: ModelShape, first: int, last: int, *, element_byte
             return None
         total += elements * element_bytes
     return total
-
-
-def seam_row_bytes(hidden_size: int, dtype: str, *, streams: int = 1) -> int:
-    """Bytes of one row of hidden states at a Seam (safetensors dtype); the token id beside it takes four more."""
-    return DTYPE_BYTES[dtype] * hidden_size * streams

@@ -9,7 +9,7 @@ of BEP 52 are in tests/formats/test_merkle.py.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -47,6 +47,13 @@ class FileTree:
             raise IndexError(f"piece {index} of {len(self.layer)}")
         start = index * self.piece_length
         return start, min(self.size, start + self.piece_length)
+
+    def bytes_of(self, pieces: Collection[int]) -> int:
+        """How many bytes these pieces of the file have together, each of them named once."""
+        total = len(pieces) * self.piece_length
+        if len(self.layer) - 1 in pieces:
+            total -= len(self.layer) * self.piece_length - self.size
+        return total
 
     def verify_piece(self, index: int, data: bytes | memoryview) -> bool:
         start, end = self.piece_range(index)

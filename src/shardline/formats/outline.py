@@ -17,7 +17,7 @@ from shardline.formats.gguf_files import GGUFModel
 from shardline.formats.layer_kinds import LayerKinds, layer_kinds, layer_kinds_of_config
 from shardline.formats.layers import SizedTensor
 from shardline.formats.memory import WeightBytes, expert_bytes, kv_elements_of_tensors, weight_bytes
-from shardline.formats.parameters import Bits, Parameters, bits_of_config, parameters_of_config, weights_of
+from shardline.formats.parameters import Bits, Parameters, bits_of_config, dtype_of, parameters_of_config, weights_of
 from shardline.formats.seam import SeamShape, seam_of_config, seam_of_gguf
 from shardline.formats.session_state import LayerState, Rows, states_of_config, states_of_gguf
 from shardline.formats.shape import WIDTH_LIMIT, ConfigFields, ModelShape, shape_of_config, shape_of_gguf
@@ -64,7 +64,7 @@ class Outline:
         return self.weights.of_shard(0, self.n_layers)
 
 
-def outline_of_gguf(model: GGUFModel, engine: Engine, *, source: str = "GGUF header") -> Outline:
+def outline_of_gguf(model: GGUFModel, engine: Engine) -> Outline:
     """From the headers of a GGUF model. Errors: those of `cuts_of`."""
     header = model.header
     shape = shape_of_gguf(header)
@@ -76,7 +76,7 @@ def outline_of_gguf(model: GGUFModel, engine: Engine, *, source: str = "GGUF hea
     count = header.integer(f"{shape.architecture}.expert_count", 0)
     used = header.integer(f"{shape.architecture}.expert_used_count", 0)
     return Outline(
-        source=source,
+        source="GGUF header",
         engine=engine,
         row=row,
         shape=shape,
@@ -109,7 +109,7 @@ def outline_of_config(
     cuts = cuts_of_config(config, shape) if engine == "llama" else cuts_for_torch(row, shape)
     kinds = layer_kinds_of_config(config, shape, row.llama or LlamaRules())
     fields = ConfigFields.of(config)
-    named = dtype or _dtype_of(config)
+    named = dtype or dtype_of(config)
     element_bytes = _FLOAT32 if named == "float32" else _FLOAT16
     parameters = None
     if tensors is not None:
@@ -153,9 +153,7 @@ def outline_of_build(
     return outline_of_config(config, engine, bits=lambda p: Bits.of_build(p, size_bytes, dense_bits))
 
 
-def outline_of_table(
-    shape: ModelShape, tensors: Mapping[str, SizedTensor], engine: Engine, *, used: float = 1.0
-) -> Outline:
+def outline_of_table(shape: ModelShape, tensors: Mapping[str, SizedTensor], engine: Engine) -> Outline:
     """From a tensor table and the few measures that a manifest states, without the header's own keys: what depends on
     those (Seams, states that are no rows, cuts of architectures with layers of several kinds) is not known.
 
@@ -173,7 +171,7 @@ def outline_of_table(
         shape=shape,
         weights=weight_bytes(tensors, shape.n_layers, element_bytes=element_bytes),
         experts=expert_bytes(tensors, shape.n_layers, element_bytes=element_bytes),
-        used=used,
+        used=1.0,
         states=states,
         kv_element_bytes=_FLOAT32 if engine == "torch" else _FLOAT16,
         seam=SeamShape(shape.hidden_size) if simple and not _has_kinds(row) else None,
@@ -205,12 +203,6 @@ def _table_cuts(row: Architecture, shape: ModelShape, engine: Engine) -> Cuts:
         architecture=row.name,
     )
     return Cuts(shape, None, refusal, LayerKinds())
-
-
-def _dtype_of(config: Mapping[str, Any]) -> str:
-    text = ConfigFields.of(config).fields
-    found = (c.get(key) for c in (config, text) for key in ("dtype", "torch_dtype"))
-    return next((name for name in found if name in _SEAM_DTYPES), "bfloat16")
 
 
 def _config_part(fields: ConfigFields) -> float:

@@ -8,7 +8,7 @@ tests/formats/test_parameters.py, against the models of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +97,6 @@ class _Needed:
     def says(self, name: str, default: bool = False) -> bool:
         value = self.fields.fields.get(name)
         return default if value is None else value is True
-
-
-Formula = Callable[[_Needed, ModelShape, int], int]
 
 
 def _grouped_attention(f: _Needed, shape: ModelShape, layer: int) -> int:
@@ -290,6 +287,14 @@ def parameters_of_config(
     return Parameters(tuple(layers), matrix, behind, tied, min(1.0, used))
 
 
+def dtype_of(config: Mapping[str, Any]) -> str:
+    """In what its checkpoint is stored and meant to run: `float32`, `float16` or `bfloat16`; the last where it names
+    none of them."""
+    text = ConfigFields.of(config).fields
+    named = (fields.get(key) for fields in (config, text) for key in ("dtype", "torch_dtype"))
+    return next((name for name in named if isinstance(name, str) and name in _BITS), "bfloat16")
+
+
 def bits_of_config(config: Mapping[str, Any]) -> Bits:
     """What the checkpoint of this config.json takes: its dtype, or FP8 with experts in FP8 or FP4.
 
@@ -297,9 +302,7 @@ def bits_of_config(config: Mapping[str, Any]) -> Bits:
     """
     quantised = config.get("quantization_config")
     if not isinstance(quantised, Mapping):
-        text = ConfigFields.of(config).fields
-        dtype = next((c[k] for c in (config, text) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16")
-        return Bits.equal(_BITS.get(str(dtype), 16.0))
+        return Bits.equal(_BITS[dtype_of(config)])
     method = quantised.get("quant_method")
     if method != "fp8":
         raise ShardlineError(

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from shardline.errors import ShardlineError
 from shardline.formats.outline import Outline
 from shardline.formats.session_state import state_bytes
 
@@ -48,7 +46,6 @@ class Assumptions:
     rtt_s: float = 0.001
     """Round trip between two Nodes."""
     reserve_share: float = RESERVE_SHARE
-    rows: int = ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ def need_of(outline: Outline, first: int, last: int, given: Assumptions) -> Need
         kv = given.sessions * state_bytes(states, first, last, tokens=each, element_bytes=width)
     streams = outline.seam.streams if outline.seam is not None else 1
     row = (_ACTIVATIONS + 2 * streams) * outline.shape.hidden_size
-    buffers = given.rows * row * _FLOAT_BYTES
+    buffers = ROWS * row * _FLOAT_BYTES
     if last == outline.n_layers:
         buffers += (outline.shape.vocab_size or 0) * _FLOAT_BYTES * given.sessions
     return Need(outline.weights.of_shard(first, last), kv, buffers)
@@ -146,13 +143,14 @@ def plan_on(outline: Outline, machines: Sequence[Machine], given: Assumptions) -
     return Plan(placed, seams, reading + travel, 0)
 
 
-def fewest(outline: Outline, machine: Machine, given: Assumptions, *, limit: int = 512) -> int | None:
+def fewest(outline: Outline, machine: Machine, given: Assumptions) -> int | None:
     """How many machines like this one are enough; None where even the shortest part of the model is too large."""
     usable = _usable(machine, given)
     reached = {0: 0}
-    for first, last in sorted(_legal(outline)):
+    for first, last in _legal(outline):
         if first in reached and need_of(outline, first, last, given).total <= usable:
-            reached[last] = min(reached.get(last, limit), reached[first] + 1)
+            count = reached[first] + 1
+            reached[last] = min(reached.get(last, count), count)
     return reached.get(outline.n_layers)
 
 
@@ -161,7 +159,7 @@ def _usable(machine: Machine, given: Assumptions) -> int:
 
 
 def _legal(outline: Outline) -> Iterator[Part]:
-    """All parts that the engine can serve, the whole model among them."""
+    """All parts that the engine can serve, the whole model among them, in ascending order."""
     cuts = outline.cuts
     edges = (0, *cuts.positions(), outline.n_layers)
     for index, first in enumerate(edges):
@@ -204,14 +202,3 @@ def _crossing(outline: Outline, position: int) -> int | None:
     if outline.seam is None:
         return None
     return outline.seam.row_bytes(position, outline.n_layers, outline.seam_dtype)
-
-
-def check_parts(outline: Outline, parts: Sequence[Part]) -> None:
-    """`layers_invalid` or `architecture_unsupported`, with the reason, for ranges that are no cut of the model."""
-    ends = list(accumulate((last - first for first, last in parts), initial=0))
-    if ends[-1] != outline.n_layers or any(first != end for (first, _), end in zip(parts, ends, strict=False)):
-        raise ShardlineError("layers_invalid", f"these ranges do not cover the layers 0:{outline.n_layers} in order")
-    for part in parts:
-        reason = outline.cuts.part_reason(*part)
-        if reason is not None:
-            raise ShardlineError("layers_invalid", f"layers {part[0]}:{part[1]} cannot be a part: {reason}")

@@ -18,7 +18,7 @@ from shardline.formats.architectures import LlamaRules
 from shardline.formats.cuts import Cuts, cuts_of
 from shardline.formats.ggml_types import BLOCK_TYPES, TYPE_IDS
 from shardline.formats.gguf import DEFAULT_ALIGNMENT, TensorInfo
-from shardline.formats.gguf_files import GGUFModel
+from shardline.formats.gguf_files import SHARD_LAYERS, GGUFModel
 from shardline.formats.gguf_writer import Stored, TensorRow, array_of, encode_header, f32, padding, text, u32, u64
 from shardline.formats.layers import is_of_other_modality, place_of
 from shardline.formats.shard_keys import TINY_VOCABULARY, input_scale, part_keys
@@ -106,7 +106,7 @@ def plan_shard(model: GGUFModel, first: int, last: int, *, content_id: str) -> S
     keys |= {
         "shardline.recipe": u32(RECIPE),
         "shardline.source.content_id": text(content_id),
-        "shardline.source.layers": array_of("u32", (first, last, cuts.n_layers)),
+        SHARD_LAYERS: array_of("u32", (first, last, cuts.n_layers)),
         "shardline.source.vocab_size": vocabulary,
         "shardline.input.divisor": f32(scale.graph),
     }

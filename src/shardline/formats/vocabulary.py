@@ -57,6 +57,7 @@ def check_vocabulary(header: GGUFHeader) -> list[str]:
 
 
 def has_vocabulary(header: GGUFHeader) -> bool:
+    """Whether the file has one at all."""
     return header.text(PREFIX + "model", "none") not in ("none", "no_vocab")
 
 

@@ -11,6 +11,7 @@ import codecs
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardline.errors import ShardlineError
 from shardline.wire.messages import TextBundle, Token
@@ -29,6 +30,11 @@ class Vocabulary:
         self.longest_piece = max(map(len, bundle.pieces), default=1)
         """In bytes: a text of n bytes has at least n / longest_piece tokens."""
         self._hidden = frozenset(bundle.special) | frozenset(bundle.eog)
+
+    @cached_property
+    def controls(self) -> dict[bytes, int]:
+        """Control tokens that end no answer, by their bytes."""
+        return {self.piece(token): token for token in sorted({*self.bundle.special} - {*self.bundle.eog})}
 
     def shown(self, token: int) -> bytes:
         """The bytes that `token` adds to the text; none for control tokens. A foreign id is `engine_error`."""

@@ -87,7 +87,8 @@ class Dialect:
 
     def _request(self, body: bytes) -> ChatRequest:
         chat, self._words = self._translate(body)
-        return chat_request(msgspec.json.encode({name: value for name, value in chat.items() if value is not None}))
+        asked = {name: value for name, value in chat.items() if value is not None}
+        return chat_request(msgspec.json.encode(asked), own=True)
 
 
 class DialectReply:

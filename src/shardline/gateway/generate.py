@@ -21,7 +21,7 @@ from shardline.gateway.admission import CAPACITY_CODES, Admission
 from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.metrics import GatewayMetrics, ended_session
-from shardline.gateway.reuse import HotRoutes, prefix_of
+from shardline.gateway.reuse import HotRoutes, gone_on, prefix_of
 from shardline.gateway.served_models import ServedModels
 from shardline.gateway.session import RouteSession
 from shardline.gateway.verdicts import RETRY_AFTER_S, of_tracker
@@ -213,9 +213,9 @@ class RunningGeneration:
     def _remember(self) -> None:
         """Where the Nodes have kept what this session computed."""
         if self._session is not None and self._named is not None and self._failure is None:
-            left = prefix_of([*self._request.prompt, *self._generated], self._request.key_id)
+            left = gone_on(self._named, self._request.prompt, self._generated)
             nodes = (hop.node for hop in self._session.route.hops)
-            self._owner.hot.add(self._request.content_id, left.digests, nodes)
+            self._owner.hot.add(self._request.content_id, left, nodes)
 
     async def _generate(self, tasks: asyncio.TaskGroup) -> None:
         admission = self._owner.admission(self._request.model)

@@ -33,9 +33,9 @@ _INDICES = re.compile(r"(\[[0-9]+\])+$")
 _JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 
-def decode_body(body: bytes, kind: type[T]) -> T:
+def decode_body(body: bytes, kind: type[T], *, own: bool = False) -> T:
     """`body` as a `kind`; raises `invalid_json`, `invalid_value` or `unsupported_parameter` with OpenAI's `param`, or
-    `body_too_large` where it has too many values."""
+    `body_too_large` where it has too many values. `own`: it was encoded here, of a body that had no key twice."""
     check_count(body)
     try:
         value = msgspec.json.decode(body, type=kind)
@@ -45,7 +45,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         raise ShardlineError("invalid_json", "the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ShardlineError("invalid_json", f"the body is not JSON in UTF-8: {_why_no_json(body, error)}") from None
-    doubled = duplicate_key(body)
+    doubled = None if own else duplicate_key(body)
     if doubled is not None:
         raise ShardlineError("invalid_json", f"the key '{_short(doubled)}' stands twice in one object", param=doubled)
     return value
@@ -55,7 +55,6 @@ def check_count(body: bytes) -> None:
     """Refuse more values or members than any request has, before one of them is an object; raises `body_too_large`."""
     if body.count(b",") + body.count(b"[") + body.count(b"{") < VALUES and body.count(b":") <= MEMBERS:
         return  # whatever of these stands in strings
-    values = members = 0
     values, members = 1, 0
     begin = 0
     for first, last in chain(_strings(body), [(len(body), len(body))]):

@@ -114,10 +114,7 @@ class Live:
 
     async def _sessions(self, key_id: str, response: sse.EventResponse) -> None:
         with self._records.watching(key_id) as watch:
-            known = self._records.list(key_id)
-            running = [view for view in known if view["ended"] is None]
-            ended = [view for view in known if view["ended"] is not None]
-            await response.write(_of_sessions([*running, *ended[:SESSIONS]]))
+            await response.write(_of_sessions(self._records.latest(key_id, SESSIONS)))
             while True:
                 changed = []
                 for record_id in await watch.changed():

@@ -6,7 +6,7 @@ model's head Node, texts from its bundle: this file has no tokenizer. Shown by t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -76,8 +76,7 @@ class LlamaServerText:
         return _props(model, vocabulary, self._settings)
 
     async def _decoded(self, kind: type[T], body: bytes) -> T:
-        decode: Callable[[bytes], T] = lambda sent: decode_body(sent, kind)  # noqa: E731
-        return await self._completions.decoded(decode, body)
+        return await self._completions.decoded(partial(decode_body, kind=kind), body)
 
     async def _model(self, name: str | None) -> ModelInfo:
         """The one of this name; of none, the only one that is served."""

@@ -211,9 +211,9 @@ class TextRequest:
     suffix: str | None
 
 
-def chat_request(body: bytes) -> ChatRequest:
-    """The body of `POST /v1/chat/completions`; raises what docs/api.md says."""
-    sent = decode_body(body, _ChatBody)
+def chat_request(body: bytes, *, own: bool = False) -> ChatRequest:
+    """The body of `POST /v1/chat/completions`; raises what docs/api.md says. `own`: as of `decode_body`."""
+    sent = decode_body(body, _ChatBody, own=own)
     for name, nothing in _NOTHING_ASKED.items():
         value = b"".join(bytes(getattr(sent, name)).split())
         if value not in (b"", b"null", nothing.encode()):

@@ -52,14 +52,8 @@ class _File:
 class Page:
     """Raw ASGI endpoint of `/` and `/page/NAME`. Raises `not_found` for what is not part of the page."""
 
-    def __init__(self, folder: Traversable | None = None) -> None:
-        """`folder`: where the files are; None: in the package."""
-        folder = files("shardline") / "dashboard" if folder is None else folder
-        self._files = {name: _file(entry) for name, entry in _found(folder)}
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._files)
+    def __init__(self) -> None:
+        self._files = {name: _file(entry) for name, entry in _found(files("shardline") / "dashboard")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope.get("path_params", {}).get("name", INDEX)

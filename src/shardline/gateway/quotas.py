@@ -25,6 +25,10 @@ class _Account:
         """Of requests of the last 60 seconds, at most as many as the key may make."""
         self.running = 0
 
+    def is_idle(self, now: float) -> bool:
+        """It says nothing any more."""
+        return not self.running and (not self.began or self.began[-1] <= now - WINDOW_S)
+
 
 class Quotas:
     """The accounts of one Gateway; each Gateway counts for itself."""
@@ -65,11 +69,11 @@ class Quotas:
         """The request is over."""
         account = self._accounts[key.name]
         account.running -= 1
-        if not account.running and (not account.began or account.began[-1] <= now - WINDOW_S):
+        if account.is_idle(now):
             del self._accounts[key.name]
 
     def forget_idle(self, now: float) -> None:
         """Drop accounts that say nothing any more; called now and then."""
         for name, account in list(self._accounts.items()):
-            if not account.running and (not account.began or account.began[-1] <= now - WINDOW_S):
+            if account.is_idle(now):
                 del self._accounts[name]

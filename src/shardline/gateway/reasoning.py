@@ -7,11 +7,10 @@ not read as a call is content. Line breaks around thinking and calls are dropped
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 from shardline.gateway.tools_marks import Marks, without_controls
-from shardline.gateway.tools_parts import Part, Parts, new_id
+from shardline.gateway.tools_parts import Reader
 from shardline.gateway.tools_request import Tools
 from shardline.gateway.tools_scan import More, No, Scanner, begun
 from shardline.gateway.tools_styles import Style
@@ -35,8 +34,8 @@ def opened(prompt: str, think: tuple[str, str] | None) -> bool:
     return think is not None and prompt.rstrip().endswith(think[0])
 
 
-class AnswerReader:
-    """Implements `Reader`."""
+class AnswerReader(Reader):
+    """Of models that write their thinking and their calls between marks in the text."""
 
     def __init__(
         self,
@@ -46,9 +45,9 @@ class AnswerReader:
         thinking: bool = False,
         style: Style | None = None,
         tools: Tools | None = None,
-        make_id: Callable[[], str] = new_id,
     ) -> None:
         """`thinking`: the prompt ends within it. `style` and `tools`: None where no tool may be called."""
+        super().__init__()
         self._marks = marks
         self._think = None if think is None else (marks(think[0]), marks(think[1]))
         self._style, self._tools = style, tools
@@ -58,27 +57,12 @@ class AnswerReader:
         self._mode: Literal["start", "reasoning", "content"] = "reasoning" if thinking else "start"
         self._lead = True
         """Line breaks that come now are dropped."""
-        self._held = ""
         self._scan: Scanner | None = None
         """Of what may be a call, at the beginning of what is held."""
-        self._parts = Parts(make_id)
-
-    @property
-    def calls(self) -> int:
-        return self._parts.calls
 
     @property
     def thinking(self) -> bool:
         return self._mode == "reasoning"
-
-    def push(self, text: str) -> list[Part]:
-        self._held += text
-        self._advance(final=False)
-        return self._parts.taken()
-
-    def finish(self) -> list[Part]:
-        self._advance(final=True)
-        return self._parts.taken()
 
     # ---- one thing after another, until more must come -------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shardline.errors import ShardlineError
 from shardline.wire.messages import Opened
-from shardline.wire.prefix import BLOCK, DIGEST_BYTES, Prefix, common_blocks, digests_of, salt_of
+from shardline.wire.prefix import BLOCK, DIGEST_BYTES, Prefix, blocks_in, common_blocks, digests_of, salt_of
 
 REMEMBERED = 256
 """Sessions of which a Gateway knows where their caches are; of more than that, the latest."""
@@ -45,6 +45,13 @@ def prefix_of(prompt: Sequence[int], key_id: str) -> Prefix:
     salt = salt_of(key_id)
     ids = array("i", prompt)
     return Prefix(salt=salt, digests=digests_of(salt, ids.tobytes()))
+
+
+def gone_on(named: Prefix, prompt: Sequence[int], generated: Sequence[int]) -> bytes:
+    """The digests of a prompt that is `named`, with what was generated behind it."""
+    rest = array("i", prompt[BLOCK * blocks_in(named.digests) :])
+    rest.extend(generated)
+    return digests_of(named.salt, rest.tobytes(), named.digests)
 
 
 def check_opened(opened: Opened, prompt_tokens: int) -> None:

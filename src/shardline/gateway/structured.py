@@ -6,7 +6,6 @@ grammar can be kept to, only the tail knows (model/grammar.py). Pure. Shown by t
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -85,8 +84,3 @@ def in_lark(schema: str | dict[str, Any]) -> str:
         msgspec.json.decode(schema, type=dict[str, msgspec.Raw]) if isinstance(schema, str) else schema
     )
     return "%json " + msgspec.json.encode({**members, "x-guidance": _WHITESPACE}).decode()
-
-
-def literal(text: str) -> str:
-    """A text as it stands in a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)

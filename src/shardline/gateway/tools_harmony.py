@@ -8,10 +8,9 @@ Shown by tests/gateway/test_tools_styles.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from shardline.gateway.tools_marks import Marks, without_controls
-from shardline.gateway.tools_parts import Part, Parts, new_id
+from shardline.gateway.tools_parts import Reader
 from shardline.gateway.tools_request import Tools
 from shardline.gateway.tools_scan import No, as_object, begun
 from shardline.gateway.tools_styles import Called
@@ -21,15 +20,15 @@ _CHANNEL = re.compile(r"[a-z]+")
 _RECIPIENT = re.compile(r"\bto=([A-Za-z0-9_.-]+)")
 
 
-class HarmonyReader:
-    """Implements `Reader`. The first message has no beginning of its own: the prompt has written it."""
+class HarmonyReader(Reader):
+    """Of messages between control tokens. The first message has no beginning of its own: the prompt has written it."""
 
-    def __init__(self, *, marks: Marks, tools: Tools | None = None, make_id: Callable[[], str] = new_id) -> None:
+    def __init__(self, *, marks: Marks, tools: Tools | None = None) -> None:
+        super().__init__()
         self._tools = tools
         self._channel, self._message, self._start = marks("<|channel|>"), marks("<|message|>"), marks("<|start|>")
         self._ends = (marks("<|end|>"), marks("<|call|>"), marks("<|return|>"))
         self._borders = (*self._ends, self._start, self._channel)
-        self._held = ""
         self._in_header = True
         self._reasoning = False
         self._function: str | None = None
@@ -37,24 +36,10 @@ class HarmonyReader:
         self._said = {False: False, True: False}
         """Whether there was content, and reasoning, before this message."""
         self._first = True
-        self._parts = Parts(make_id)
-
-    @property
-    def calls(self) -> int:
-        return self._parts.calls
 
     @property
     def thinking(self) -> bool:
         return self._reasoning and not self._in_header
-
-    def push(self, text: str) -> list[Part]:
-        self._held += text
-        self._advance(final=False)
-        return self._parts.taken()
-
-    def finish(self) -> list[Part]:
-        self._advance(final=True)
-        return self._parts.taken()
 
     def _advance(self, *, final: bool) -> None:
         while self._held and (self._header(final) if self._in_header else self._body(final)):

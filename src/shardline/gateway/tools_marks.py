@@ -21,9 +21,8 @@ class Marks:
     """The marks that one way of calling tools knows, as the vocabulary of one model has them."""
 
     def __init__(self, vocabulary: Vocabulary, known: Iterable[str]) -> None:
-        wanted = {mark.encode(): mark for mark in known}
-        hidden = {*vocabulary.bundle.special} - {*vocabulary.bundle.eog}
-        self._ids = {wanted[piece]: token for token in sorted(hidden) if (piece := vocabulary.piece(token)) in wanted}
+        controls = vocabulary.controls
+        self._ids = {mark: controls[piece] for mark in known if (piece := mark.encode()) in controls}
         self.shown = {token: _wrapped(mark) for mark, token in self._ids.items()}
         """Control tokens that a text stream shows, as what."""
 

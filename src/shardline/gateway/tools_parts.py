@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardline.gateway.tools_styles import Called
 
@@ -45,28 +44,11 @@ def new_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
-class Reader(Protocol):
-    """The text of one answer, read as it comes. However it is cut into pieces, the parts say the same."""
-
-    @property
-    def calls(self) -> int:
-        """How many calls were read."""
-
-    @property
-    def thinking(self) -> bool:
-        """What comes next is reasoning, as far as is known."""
-
-    def push(self, text: str) -> list[Part]: ...
-
-    def finish(self) -> list[Part]:
-        """What was held back: the answer is over."""
-
-
 class Parts:
     """Parts as they are found, neighbours of one kind joined."""
 
-    def __init__(self, make_id: Callable[[], str]) -> None:
-        self._make_id = make_id
+    def __init__(self) -> None:
+        self._make_id = new_id
         self._found: list[Part] = []
         self.calls = 0
 
@@ -88,3 +70,36 @@ class Parts:
         """What was found since the last time."""
         found, self._found = self._found, []
         return found
+
+
+class Reader(ABC):
+    """The text of one answer, read as it comes. However it is cut into pieces, the parts say the same."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        """What came, and is not read yet."""
+        self._parts = Parts()
+
+    @property
+    def calls(self) -> int:
+        """How many calls were read."""
+        return self._parts.calls
+
+    @property
+    @abstractmethod
+    def thinking(self) -> bool:
+        """What comes next is reasoning, as far as is known."""
+
+    @abstractmethod
+    def _advance(self, *, final: bool) -> None:
+        """Read what can be told of what is held; `final`: no more comes."""
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        self._advance(final=False)
+        return self._parts.taken()
+
+    def finish(self) -> list[Part]:
+        """What was held back: the answer is over."""
+        self._advance(final=True)
+        return self._parts.taken()

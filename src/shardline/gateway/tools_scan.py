@@ -146,10 +146,11 @@ class Scanner:
         self.at = found.end
         return raw
 
-    def json_object(self) -> tuple[str, dict[str, Any]]:
-        """A JSON object: as it is written, and what it says."""
+    def json_object(self) -> str:
+        """A JSON object, as it is written."""
         raw = self.bracketed()
-        return raw, as_object(raw)
+        as_object(raw)
+        return raw
 
 
 def as_object(raw: str) -> dict[str, Any]:

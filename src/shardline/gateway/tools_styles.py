@@ -186,7 +186,7 @@ def read_mistral(scan: Scanner, tools: Tools, marks: Marks) -> list[Called]:
     if tools.find(name.strip()) is None:
         raise No
     scan.blank()
-    raw, _ = scan.json_object()
+    raw = scan.json_object()
     return [Called(name.strip(), raw, number.strip() if sign else None)]
 
 
@@ -212,7 +212,7 @@ def read_deepseek(scan: Scanner, tools: Tools, marks: Marks) -> list[Called]:
         if tools.find(name) is None:
             raise No
         scan.blank()
-        raw, _ = scan.json_object()
+        raw = scan.json_object()
         calls.append(Called(name, raw))
         scan.blank()
         if block:

@@ -69,8 +69,9 @@ class Generator:
         self.backend = backend
         self.description: ShardDescription = backend.describe()
         self.text: bytes | None = backend.text_bundle()
-        self._end_ids = frozenset(msgspec.msgpack.decode(self.text, type=TextBundle).eog) if self.text else frozenset()
-        self.grammars = Grammars(self.text if self.description.is_tail else None, self.description.vocab_size)
+        text = msgspec.msgpack.decode(self.text, type=TextBundle) if self.text else None
+        self._end_ids = frozenset(text.eog if text is not None else ())
+        self.grammars = Grammars(text if self.description.is_tail else None, self.description.vocab_size)
         self._row_bytes = tuple(t.row_bytes for t in self.description.layout_out.tensors)
         self._slots: dict[int, _Slot] = {}
         self.kv_tokens = 0

@@ -17,7 +17,7 @@ import msgspec
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import GGUFHeader
-from shardline.formats.vocabulary import PREFIX, check_vocabulary
+from shardline.formats.vocabulary import PREFIX, check_vocabulary, has_vocabulary
 from shardline.model.pre_tokenizers import PreTokenizer, pre_tokenizer
 from shardline.wire.messages import TextBundle
 
@@ -156,9 +156,9 @@ def read_text(
     """From GGUF metadata; None where the file has no vocabulary. `model_file_invalid` where it cannot be used: for a
     defect, an unknown pre-tokenizer, or a kind of vocabulary of which only llama.cpp makes right ids. An engine that
     tokenises with llama.cpp gives the `pieces` of such a kind, the bytes of each token."""
-    kind = header.text(PREFIX + "model", "no_vocab")
-    if kind in ("no_vocab", "none"):
+    if not has_vocabulary(header):
         return None
+    kind = header.text(PREFIX + "model")
     if pieces is None and kind not in BYTE_PAIRS and kind != SENTENCE_PIECE:
         raise invalid(f"this engine cannot tokenise for a vocabulary of the kind {kind!r:.40}")
     check_vocabulary(header)

@@ -60,16 +60,16 @@ class Mask(NamedTuple):
 class Grammars:
     """Compiles the grammars that requests bring, for the tail of one model. `check` may be called by any thread."""
 
-    def __init__(self, bundle: bytes | None, vocab_size: int) -> None:
-        """`bundle`: MessagePack of the model's `TextBundle`; None: the model has no text. The trie is made at once, as
-        it holds the interpreter while it is made: 0.1 s for 50,000 tokens."""
+    def __init__(self, text: TextBundle | None, vocab_size: int) -> None:
+        """`text`: the model's; None: it has none. The trie is made at once, as it holds the interpreter while it is
+        made: 0.1 s for 50,000 tokens."""
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[tuple[str, str, str], Any] = OrderedDict()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
         self._unavailable = ""
         self._trie: Any = None
-        if bundle is None:
+        if text is None:
             self._unavailable = "the model has no text"
             return
         try:
@@ -78,7 +78,6 @@ class Grammars:
             self._unavailable = "its Nodes run without llguidance, which keeps answers to a grammar"
             return
         self._library: Any = llguidance
-        text = msgspec.msgpack.decode(bundle, type=TextBundle)
         ends = [token for token in text.eog if token < vocab_size]
         if not ends:
             self._unavailable = "the model has no token that ends an answer"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shardline.errors import ShardlineError
 from shardline.formats import architectures
 from shardline.formats.gguf import read_header
+from shardline.formats.vocabulary import has_vocabulary
 from shardline.model.backend import ShardDescription, ShardSpec
 from shardline.model.llama_backend import LlamaBackend, LoadedShard
 from shardline.model.llama_context import (
@@ -30,7 +31,7 @@ from shardline.model.llama_library import ROPE_MULTI, LlamaLibrary, library
 from shardline.model.llama_rows import RowArrays
 from shardline.model.llama_source import KV_TOKENS, Options, Source, context_length, invalid, read_source, setting
 from shardline.model.llama_tap import CallbackTap, SamplerTap, Tap, layer_input_tap, nextn_tap
-from shardline.model.llama_text import LlamaText, check_text, has_text
+from shardline.model.llama_text import LlamaText, check_text
 from shardline.wire.messages import EngineInfo
 from shardline.wire.steps import TOKENS_ONLY, LayoutTensor, SeamLayout
 
@@ -180,7 +181,7 @@ class _Making:
         """Of heads and tails, where the model has a vocabulary."""
         source, path = self.source, self.options.vocabulary_file
         if source.whole:
-            if not has_text(source.header):
+            if not has_vocabulary(source.header):
                 return None
             return LlamaText(self.library, self.model.vocabulary, source.header, self.context_length)
         if path is None or not (source.is_head or source.is_tail):

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import GGUFHeader, read_header
-from shardline.formats.gguf_files import part_paths, read_model
+from shardline.formats.gguf_files import SHARD_LAYERS, part_paths, read_model
 from shardline.formats.layers import check_range
 from shardline.formats.shape import ModelShape, shape_of_gguf
 from shardline.formats.shard_gguf import RECIPE
@@ -117,7 +117,7 @@ def read_source(spec: ShardSpec, options: Options) -> Source:
     header = read_header(options.shard_file)
     if header.integer("shardline.recipe", 0) != RECIPE:
         raise invalid(options.shard_file, "it was not made by a version of Shardline that this engine knows")
-    first, last, n_layers = (int(n) for n in header.numbers("shardline.source.layers"))
+    first, last, n_layers = (int(n) for n in header.numbers(SHARD_LAYERS))
     if (first, last) != (spec.first, spec.last):
         raise invalid(options.shard_file, f"it has layers {first}:{last}, not {spec.first}:{spec.last}")
     if header.text("shardline.source.content_id", "") != options.content_id:

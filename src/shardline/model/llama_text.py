@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import GGUFHeader
-from shardline.formats.vocabulary import PREFIX, check_distinct
+from shardline.formats.vocabulary import PREFIX, check_distinct, has_vocabulary
 from shardline.model.gguf_vocabulary import GGUFText, Vocabulary, byte_alphabet, invalid, merges_of, read_text
 from shardline.model.llama_library import LlamaLibrary
 from shardline.model.merging import BytePairs
@@ -115,17 +115,12 @@ class _OwnWords:
             return self._pairs
 
 
-def has_text(header: GGUFHeader) -> bool:
-    """Whether the file has a vocabulary."""
-    return _kind(header) not in ("no_vocab", "none")
-
-
 def check_text(header: GGUFHeader) -> GGUFText | None:
     """To be asked before the library loads a file with such a header, also for its vocabulary alone.
 
     `model_file_invalid` for what ends the process inside the library, and for everything that other engines refuse.
     """
-    if not has_text(header):
+    if not has_vocabulary(header):
         return None
     check_distinct(header)
     return read_text(header, 0, 0, pieces=[] if _kind(header) in _ONLY_HERE else None)

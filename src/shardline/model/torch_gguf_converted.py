@@ -83,7 +83,7 @@ def _plain(header: GGUFHeader, key: str, value: Value) -> Any:
 
 def _says_nothing_new(key: str, metadata: Mapping[str, Any], prefix: str, config: PreTrainedConfig) -> bool:
     """Whether a key that the conversion does not read says what it assumes."""
-    value = dict.get(metadata, f"{prefix}{key}")  # type: ignore[call-overload]
+    value = metadata[f"{prefix}{key}"]
     if key == "attention.recurrent_layers":
         return [bool(flag) for flag in value] == [kind == "linear_attention" for kind in config.layer_types]
     # A layer norm is no part of these models; experts are weighed by a softmax over the chosen ones, unscaled.

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -72,12 +72,12 @@ def checkpoint_dtype(folder: SafetensorsFolder, config: PreTrainedConfig) -> tor
 
 
 @dataclass(slots=True)
-class _Job:
+class _Job(Generic[Tensor]):
     """Stored tensors that together make the parameter `target` (and its companions)."""
 
     target: str
     converter: WeightConverter | None
-    sources: list[tuple[str, SizedTensor]] = field(default_factory=list)
+    sources: list[tuple[str, Tensor]] = field(default_factory=list)
     """Pattern of the converter that the name matched, and the tensor; in the order of their numbers."""
 
     @property
@@ -130,7 +130,7 @@ def load_converted(
     """Fill the Shard's parameters from a table of tensors, as `transforms` make the model's of them; `stored` gives one
     to be read. Errors: those of `load_safetensors`."""
     names = _Names(weights, transforms)
-    jobs: dict[str, _Job] = {}
+    jobs: dict[str, _Job[Tensor]] = {}
     for found in sorted(tensors, key=dot_natural_key):
         name, pattern = names.find(found)
         weights.check_known(name, found)
@@ -147,9 +147,9 @@ def load_converted(
     wanted.sort(key=lambda job: (job.converter is None, -job.nbytes if job.converter else 0))
     for job in wanted:
         if job.converter is None:
-            weights.read(job.target, stored(job.sources[0][1]))  # type: ignore[arg-type]
+            weights.read(job.target, stored(job.sources[0][1]))
         else:
-            _convert(job, job.converter, stored, weights)  # type: ignore[arg-type]
+            _convert(job, job.converter, stored, weights)
 
 
 def _stored(folder: SafetensorsFolder, files: OpenFiles, info: TensorInfo) -> StoredTensor:
@@ -161,7 +161,7 @@ def _stored(folder: SafetensorsFolder, files: OpenFiles, info: TensorInfo) -> St
 
 
 def _convert(
-    job: _Job, converter: WeightConverter, stored: Callable[[SizedTensor], StoredTensor], weights: ShardWeights
+    job: _Job[Tensor], converter: WeightConverter, stored: Callable[[Tensor], StoredTensor], weights: ShardWeights
 ) -> None:
     dtype = weights.dtype(job.target)
     for pattern, info in job.sources:

@@ -14,10 +14,10 @@ from typing import Any
 
 import structlog
 
+from shardline.artifact.shelf import held_file
 from shardline.artifact.store import StoredArtifact
 from shardline.errors import ShardlineError
 from shardline.node.info import Identity
-from shardline.node.swarm import Swarm
 from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.artifacts import (
     ADVERTISE_EVERY_S,
@@ -39,23 +39,13 @@ _MARGIN_S = 5.0
 log = structlog.get_logger(__name__)
 
 
-def nothing_fetched() -> Fetching | None:
-    """Of what is only given away."""
-    return None
-
-
-def nobody() -> list[str]:
-    """Of what is only given away."""
-    return []
-
-
 @dataclass(eq=False)
 class Advertised:
     """One artifact, and what was told of it last."""
 
     artifact: StoredArtifact
-    fetching: Callable[[], Fetching | None] = nothing_fetched
-    accused: Callable[[], list[str]] = nobody
+    fetching: Callable[[], Fetching | None] = lambda: None
+    accused: Callable[[], list[str]] = lambda: []
     """Nodes that gave wrong bytes since it was asked last."""
     unheard: list[str] = field(default_factory=list)
     """Those of them that the Tracker has not heard of yet."""
@@ -76,13 +66,13 @@ class Advertiser:
         tracker: TrackerClient,
         epoch: Callable[[], str | None],
         artifacts: list[Advertised],
-        swarm: Swarm | None = None,
+        bittorrent_port: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._identity = identity
         self._tracker = tracker
         self._epoch = epoch
         self._artifacts = artifacts
-        self._swarm = swarm
+        self._bittorrent_port = bittorrent_port
         self._sequence = 0
 
     async def run(self) -> None:
@@ -100,7 +90,7 @@ class Advertiser:
             return
         files = await asyncio.to_thread(held_files, advertised.artifact)
         fetching = advertised.fetching()
-        news = (epoch, files, fetching, self._bittorrent_port)
+        news = (epoch, files, fetching, self._bittorrent_port())
         advertised.unheard += advertised.accused()
         if news == advertised.told and not advertised.unheard and now - advertised.told_at < ADVERTISE_EVERY_S:
             return
@@ -115,10 +105,6 @@ class Advertiser:
         advertised.told, advertised.told_at, advertised.complained = news, now, ""
         advertised.unheard.clear()
 
-    @property
-    def _bittorrent_port(self) -> int | None:
-        return None if self._swarm is None else self._swarm.port
-
     def _signed(self, advertised: Advertised, files: list[HeldFile], fetching: Fetching | None) -> Signed:
         # Of the clock, so that it grows over restarts of a Node that keeps its identity.
         self._sequence = max(self._sequence + 1, int(time.time() * 1e3))
@@ -128,7 +114,7 @@ class Advertiser:
             sequence=self._sequence,
             expires=time.time() + ADVERTISEMENT_S - _MARGIN_S,
             files=files,
-            bittorrent_port=self._bittorrent_port,
+            bittorrent_port=self._bittorrent_port(),
             fetching=fetching,
             accused=list(advertised.unheard),
         )
@@ -137,13 +123,4 @@ class Advertiser:
 
 def held_files(artifact: StoredArtifact) -> list[HeldFile]:
     """The files of which anything is held. Blocking."""
-    found = []
-    for file in artifact.files:
-        held = file.held()
-        if held:
-            found.append(
-                HeldFile(
-                    root=file.name, size=file.tree.size, piece_length=file.tree.piece_length, pieces=held.to_bytes()
-                )
-            )
-    return found
+    return [held for held in map(held_file, artifact.files) if any(held.pieces)]

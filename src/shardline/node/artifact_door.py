@@ -20,9 +20,8 @@ from shardline.transport.bodies import read_json, send_body
 from shardline.transport.guard import PARTIES
 from shardline.transport.pace import Pace
 from shardline.transport.piece_server import PREFIX, PieceServer
-from shardline.wire.artifacts import Challenge
+from shardline.wire.artifacts import POSSESSION_PATH, Challenge
 
-POSSESSION = "/v1/possession"
 CHALLENGES_LIMIT = 2
 """Answered at a time: each reads and hashes a piece for every block."""
 
@@ -34,7 +33,6 @@ class ArtifactDoor:
         self.shelf = Shelf()
         self._settings = settings
         self._pieces = PieceServer(self.shelf, settings)
-        self._artifacts: dict[str, StoredArtifact] = {}
         self._challenges = 0
 
     @property
@@ -45,19 +43,18 @@ class ArtifactDoor:
     def put(self, artifact: StoredArtifact) -> None:
         """Give it away from now on; who opened it closes it, after the server has ended."""
         self.shelf.put(artifact)
-        self._artifacts[artifact.content_id] = artifact
 
     @staticmethod
     def leads(path: str) -> bool:
         """Whether a path is one of its own."""
-        return path == POSSESSION or path.startswith(PREFIX)
+        return path == POSSESSION_PATH or path.startswith(PREFIX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] != POSSESSION:
+        if scope["path"] != POSSESSION_PATH:
             await self._pieces(scope, receive, send)
             return
         if scope["method"] != "POST":
-            raise ShardlineError("method_not_allowed", f"{POSSESSION} does not have {scope['method'][:20]}")
+            raise ShardlineError("method_not_allowed", f"{POSSESSION_PATH} does not have {scope['method'][:20]}")
         parties = scope.get("state", {}).get(PARTIES)
         if parties is not None and uri_of(TRACKER) not in parties:
             raise ShardlineError("forbidden", "only the Tracker asks a Node to show what it holds")
@@ -65,9 +62,7 @@ class ArtifactDoor:
         await send_body(send, 200, await self._answer(challenge), b"application/octet-stream")
 
     async def _answer(self, challenge: Challenge) -> bytes:
-        artifact = self._artifacts.get(challenge.content_id)
-        if artifact is None:
-            raise ShardlineError("not_found", "no such artifact is given away here")
+        artifact = self.shelf.artifact(challenge.content_id)
         if self._challenges >= CHALLENGES_LIMIT:
             raise ShardlineError("queue_full", f"{self._challenges} challenges are being answered", retry_after=1)
         self._challenges += 1

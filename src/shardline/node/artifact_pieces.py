@@ -15,6 +15,7 @@ import structlog
 
 from shardline.artifact.fetch import Fetch, FetchProgress
 from shardline.artifact.store import StoredArtifact, Wanted
+from shardline.artifact.stored_shard import drop_damaged
 from shardline.errors import ShardlineError
 from shardline.node.swarm import Swarm
 from shardline.options import Announce
@@ -23,7 +24,6 @@ from shardline.transport.http_client import HttpClient
 from shardline.transport.pace import Pace
 from shardline.transport.piece_client import NodePieces, PieceFile, WebSeed
 from shardline.wire.artifacts import Fetching, Source
-from shardline.wire.bitmap import Pieces
 from shardline.wire.manifest import Manifest
 
 SOURCES_S = 3.0
@@ -102,21 +102,9 @@ class ArtifactPieces:
         headers = {n: range(-(-e.data_offset // length)) for n, e in enumerate(self.artifact.bundle.manifest.files)}
         for _ in range(_ROUNDS):
             await self._bring(headers, None, 0)
-            if not await asyncio.to_thread(self._drop_damaged, headers):
+            if not await asyncio.to_thread(drop_damaged, self.artifact, headers):
                 return
         raise ShardlineError("artifact_incomplete", "pieces with headers are damaged as soon as they are on the disk")
-
-    def _drop_damaged(self, wanted: Wanted) -> bool:
-        """Whether some of these, which are held, are not what they should be; those are held no longer. Blocking."""
-        found = False
-        for number, pieces in wanted.items():
-            file = self.artifact.files[number]
-            bad = [piece for piece in pieces if not file.is_whole(piece)]
-            if bad:
-                log.warning("pieces_damaged", content_id=self.artifact.content_id, file=file.name[:16], pieces=bad[:8])
-                file.commit(Pieces(file.count), Pieces.of(file.count, bad))
-                found = True
-        return found
 
     async def bring(self, first: int, last: int, beside_bytes: int = 0) -> None:
         """Return when all pieces of Shard [first, last) are held, however long nobody has them. `beside_bytes`: what

@@ -26,13 +26,12 @@ from shardline.node import artifact_description as description
 from shardline.node.artifact_choice import Chosen, chosen_offer, chosen_stored
 from shardline.node.artifact_pieces import ArtifactPieces
 from shardline.node.plan import ModelFacts, inspect_stored
-from shardline.options import NodeOptions
+from shardline.node.tracker_patience import answered
+from shardline.options import STORE_FOLDER, NodeOptions
 from shardline.transport.http_client import HttpClient
 from shardline.transport.tracker_client import TrackerClient
-from shardline.wire.artifacts import ArtifactInfo, Source
+from shardline.wire.artifacts import ArtifactInfo
 
-STORE_FOLDER = "artifacts"
-"""In the state folder."""
 _RETRY_S = 1.0
 _LISTED = 8
 """Artifacts that a message names."""
@@ -67,17 +66,18 @@ async def from_nothing(
     async with AsyncExitStack() as stack:
         store = Store(store_folder(options), reserve_bytes=options.settings.store_reserve_bytes)
         stack.callback(store.close)
-        artifact = await _opened(options, store, tracker, policy)
+        opening = partial(_opened, options, store, tracker, policy)
+        artifact = await answered(opening, options.announce, pause_s=_RETRY_S, command="shardline serve --artifact DIR")
         stack.callback(artifact.close)
         options = _with_engine(options, artifact)
         for taken in await asyncio.to_thread(adopt_all, artifact, options.look_in):
             log.info("file_adopted", path=str(taken.path), way=taken.way, pieces=taken.pieces)
-
-        async def sources() -> Sequence[Source]:
-            return (await tracker.sources(artifact.content_id, node_id)).sources
-
         pieces = ArtifactPieces(
-            artifact, sources=sources, client=client, settings=options.settings, announce=options.announce
+            artifact,
+            sources=partial(tracker.sources, artifact.content_id, node_id),
+            client=client,
+            settings=options.settings,
+            announce=options.announce,
         )
         stack.push_async_callback(pieces.aclose)
         await pieces.bring_headers()
@@ -87,26 +87,14 @@ async def from_nothing(
 
 async def _opened(options: NodeOptions, store: Store, tracker: TrackerClient, policy: TrustPolicy) -> StoredArtifact:
     """The artifact that this Node is about, described in the store."""
-    said = ""
-    while True:
-        try:
-            chosen = await _chosen(options, store, tracker, policy)
-            believed = description.policy_for(policy, chosen.content_id)
-            artifact = await asyncio.to_thread(description.stored, store, chosen.content_id, believed)
-            if artifact is None:
-                ask = partial(tracker.bundle_file, chosen.content_id)
-                artifact = await description.fetched(store, chosen.content_id, believed, ask)
-            options.announce("chosen", name=chosen.name, content_id=chosen.content_id, reason=chosen.reason)
-            return artifact
-        except ShardlineError as error:
-            if error.code != "tracker_unreachable":
-                raise
-            if error.message != said:
-                said = error.message
-                advice = "start one: shardline serve --artifact DIR; or name it: --tracker URL, or --join LINE"
-                log.warning("tracker_unreachable", reason=said, advice=advice, goes_on="asking")
-                options.announce("waiting", reason=said)
-        await asyncio.sleep(_RETRY_S)
+    chosen = await _chosen(options, store, tracker, policy)
+    believed = description.policy_for(policy, chosen.content_id)
+    artifact = await asyncio.to_thread(description.stored, store, chosen.content_id, believed)
+    if artifact is None:
+        ask = partial(tracker.bundle_file, chosen.content_id)
+        artifact = await description.fetched(store, chosen.content_id, believed, ask)
+    options.announce("chosen", name=chosen.name, content_id=chosen.content_id, reason=chosen.reason)
+    return artifact
 
 
 async def _chosen(options: NodeOptions, store: Store, tracker: TrackerClient, policy: TrustPolicy) -> Chosen:

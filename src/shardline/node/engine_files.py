@@ -17,7 +17,7 @@ from typing import Any
 from shardline.artifact.model_view import make_view
 from shardline.artifact.shard_files import ShardFiles
 from shardline.artifact.shard_room import bytes_beside
-from shardline.artifact.stored_shard import check_pieces, stored_model, stored_shard
+from shardline.artifact.stored_shard import check_pieces, stored_shard
 from shardline.errors import ShardlineError
 from shardline.formats.gguf_files import read_model
 from shardline.model.backend import ShardSpec
@@ -101,10 +101,11 @@ class EngineFiles:
                     raise
 
     def _beside(self, pieces: ArtifactPieces) -> int:
-        """Room that the Shard file takes on the disk of the store."""
-        if not self._cut:
+        """Room that the Shard file takes on the disk of the store, beside pieces that are yet to come."""
+        artifact = pieces.artifact
+        if not self._cut or not artifact.missing(artifact.wanted(*self._range)):
             return 0
-        return bytes_beside(pieces.artifact, self._files, *self._range, vocabulary=self._has_text)
+        return bytes_beside(artifact, self._files, *self._range, vocabulary=self._has_text)
 
     def _verifying(self, done: int, total: int) -> None:
         self._options.announce("verifying", done=done, total=total)
@@ -113,14 +114,17 @@ class EngineFiles:
         check_pieces(pieces.artifact, *self._range, progress=progress, cancelled=cancelled)
 
     def _make_from(self, pieces: ArtifactPieces, checked: bool, progress: _Progress, cancelled: _Cancelled) -> None:
-        artifact = pieces.artifact
-        make_view(artifact)
-        if not self._cut:
-            return
-        first, last = self._range
-        stored_shard(artifact, self._files, first, last, checked=checked, progress=progress, cancelled=cancelled)
-        if self._has_text:
-            self._files.vocabulary(stored_model(artifact), artifact.content_id, cancelled=cancelled)
+        make_view(pieces.artifact)
+        if self._cut:
+            stored_shard(
+                pieces.artifact,
+                self._files,
+                *self._range,
+                vocabulary=self._has_text,
+                checked=checked,
+                progress=progress,
+                cancelled=cancelled,
+            )
 
     def _make(self, progress: _Progress, cancelled: _Cancelled) -> None:
         model = read_model(self._facts.path)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -34,6 +35,7 @@ from shardline.node.info import Identity, Planned, host_id, node_info
 from shardline.node.plan import ModelFacts, inspect_model, kv_capacity
 from shardline.node.presence import Presence
 from shardline.node.swarm import Swarm
+from shardline.node.tracker_patience import answered
 from shardline.options import NodeOptions
 from shardline.settings import Settings
 from shardline.transport.addresses import advertised_url, split_url
@@ -45,7 +47,6 @@ from shardline.transport.http_server import HttpServer, bind, check_listener, ch
 from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership
 from shardline.transport.tracker_client import TrackerClient
-from shardline.wire.artifacts import Source
 from shardline.wire.messages import NodeInfo, PlacementRequest
 from shardline.wire.tickets import node_id_of, public_bytes
 
@@ -59,7 +60,7 @@ async def run(options: NodeOptions) -> None:
     """Serve one Shard until cancelled. Raises `ShardlineError` for what its operator must correct."""
     if options.join is None:
         check_listener(options.host, insecure_plain_http=options.insecure_plain_http, credential=options.credential)
-        check_no_keys(options.tracker_url)
+        _check_no_keys(options.tracker_url)
         check_tracker(options.tracker_url, insecure_plain_http=options.insecure_plain_http)
         warn_of_plain_http(options.host)
     sock = bind(options.host, options.port)
@@ -80,7 +81,7 @@ async def run(options: NodeOptions) -> None:
         sock.close()
 
 
-def check_no_keys(tracker_url: str) -> None:
+def _check_no_keys(tracker_url: str) -> None:
     """A Tracker with keys would refuse this Node for as long as it asks."""
     if split_url(tracker_url).scheme == "https":
         raise ShardlineError(
@@ -138,29 +139,18 @@ async def _layers(
         host=host_id(),
         host_memory_bytes=psutil.virtual_memory().total,
     )
-    said = ""
-    while True:
-        try:
-            answer = await tracker.placement(request)
-            log.info("node_placed", first=answer.first, last=answer.last, reason=answer.reason)
-            options.announce(
-                "placed",
-                first=answer.first,
-                last=answer.last,
-                n_layers=facts.n_layers,
-                model=facts.name,
-                reason=answer.reason,
-            )
-            return answer.first, answer.last
-        except ShardlineError as error:
-            if error.code != "tracker_unreachable":
-                raise
-            if error.message != said:
-                said = error.message
-                advice = "start one: shardline serve; or name it: --tracker URL, or --join LINE"
-                log.warning("tracker_unreachable", reason=said, advice=advice, goes_on="asking")
-                options.announce("waiting", reason=said)
-        await asyncio.sleep(_PLACEMENT_RETRY_S)
+    placing = partial(tracker.placement, request)
+    answer = await answered(placing, options.announce, pause_s=_PLACEMENT_RETRY_S, command="shardline serve")
+    log.info("node_placed", first=answer.first, last=answer.last, reason=answer.reason)
+    options.announce(
+        "placed",
+        first=answer.first,
+        last=answer.last,
+        n_layers=facts.n_layers,
+        model=facts.name,
+        reason=answer.reason,
+    )
+    return answer.first, answer.last
 
 
 def _not_loaded(cause: ShardlineError) -> ShardlineError:
@@ -169,37 +159,6 @@ def _not_loaded(cause: ShardlineError) -> ShardlineError:
     if cause.code == "engine_lost":
         advice = "The last lines of its log say why. Correct that, then start the Node again."
     return ShardlineError(cause.code, f"the Shard did not load: {cause.message}", advice=advice, **cause.details)
-
-
-def _swarm(
-    options: NodeOptions,
-    pieces: ArtifactPieces,
-    door: ArtifactDoor,
-    tracker: TrackerClient,
-    key: Ed25519PrivateKey,
-    membership: Membership | None,
-) -> Swarm | None:
-    """BitTorrent for these pieces, where the settings allow any."""
-    if not options.settings.bittorrent_connections:
-        return None
-    node_id = node_id_of(public_bytes(key))
-
-    async def sources(content_id: str) -> Sequence[Source]:
-        return (await tracker.sources(content_id, node_id)).sources
-
-    swarm = Swarm(
-        options.settings,
-        options.host,
-        sources,
-        environment=options.environment,
-        tls=None if membership is None else membership.tls,
-        download_pace=pieces.pace,
-        upload_pace=door.pace,
-        on_banned=pieces.ban,
-    )
-    swarm.put(pieces.artifact)
-    pieces.swarm = swarm
-    return swarm
 
 
 class _Node:
@@ -223,8 +182,17 @@ class _Node:
         if pieces is not None:
             self._door = ArtifactDoor(options.settings)
             self._door.put(pieces.artifact)
-            self._swarm = _swarm(options, pieces, self._door, tracker, key, membership)
-        self._range = (first, last)
+            self._swarm = pieces.swarm = Swarm(
+                options.settings,
+                options.host,
+                partial(tracker.sources, node=node_id_of(public_bytes(key))),
+                environment=options.environment,
+                tls=None if membership is None else membership.tls,
+                download_pace=pieces.pace,
+                upload_pace=self._door.pace,
+                on_banned=pieces.ban,
+            )
+            self._swarm.put(pieces.artifact)
         self._options = options
         self._membership = membership
         self._settings: Settings = options.settings
@@ -330,8 +298,8 @@ class _Node:
 
     def _giving(self, identity: Identity, presence: Presence, host: ShardHost) -> list[Coroutine[Any, Any, None]]:
         """What a Node with pieces does beside its Shard: tell what it has, and read it again now and then."""
-        pieces = self._pieces
-        if pieces is None:
+        pieces, swarm = self._pieces, self._swarm
+        if pieces is None or swarm is None:
             return []
         told = [Advertised(pieces.artifact, lambda: pieces.fetching, pieces.accused)]
         advertiser = Advertiser(
@@ -339,14 +307,14 @@ class _Node:
             tracker=self._tracker,
             epoch=lambda: presence.epoch,
             artifacts=told,
-            swarm=self._swarm,
+            bittorrent_port=lambda: swarm.port,
         )
-        swarming = [] if self._swarm is None else [self._swarm.run()]
 
         async def damaged() -> None:
-            await pieces.bring(*self._range)
+            await pieces.bring(self._planned.first, self._planned.last)
 
-        return [advertiser.run(), scrub_often(pieces.artifact, self._settings, host.settled, damaged), *swarming]
+        scrubbing = scrub_often(pieces.artifact, self._settings, host.settled, damaged)
+        return [advertiser.run(), scrubbing, swarm.run()]
 
     async def _say_goodbye(self, host: ShardHost, presence: Presence, known: asyncio.Task[ShardlineError]) -> None:
         """No new sessions, an end for those that run, and then the last word to the Tracker."""

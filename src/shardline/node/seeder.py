@@ -12,9 +12,10 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,6 @@ from shardline.transport.http_server import HttpServer, bind, check_listener, ch
 from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership, OwnMembership
 from shardline.transport.tracker_client import TrackerClient
-from shardline.wire.artifacts import Source
 from shardline.wire.messages import EngineHealth, EngineInfo, KvInfo, NodeInfo, NodeLimits
 from shardline.wire.tickets import node_id_of, public_bytes
 
@@ -194,34 +194,38 @@ async def _serve(
         membership=member if isinstance(member, Membership) else None,
     )
     door = ArtifactDoor(settings)
-    swarm = _swarm(options, door, tracker, identity, member)
+    swarm = Swarm(
+        settings,
+        options.host,
+        partial(tracker.sources, node=identity.node_id),
+        environment=options.environment,
+        tls=None if member is None else member.tls,
+        upload_pace=door.pace,
+    )
     for artifact in artifacts:
         door.put(artifact)
-        if swarm is not None:
-            swarm.put(artifact)
+        swarm.put(artifact)
     advertiser = Advertiser(
         identity=identity,
         tracker=tracker,
         epoch=lambda: presence.epoch,
         artifacts=[Advertised(artifact) for artifact in artifacts],
-        swarm=swarm,
+        bittorrent_port=lambda: swarm.port,
     )
     app = seeder_app(identity, settings, options.credential, door, lambda: presence.expelled)
     tls = None if member is None else member.tls.server()
     server = HttpServer(app, sock=sock, settings=settings, lifespan="off", tls=tls)
     await server.start()
     options.announce("listening", url=url, node=identity.node_id)
-    works = [advertiser.run(), _announce_ready(options, presence)]
+    works = [advertiser.run(), swarm.run(), _announce_ready(options, presence)]
     works += [scrub_often(one, settings, presence.registered, at_once=True) for one in artifacts]
     works += [member.renew()] if isinstance(member, OwnMembership) else []
-    works += [] if swarm is None else [swarm.run()]
     try:
         await _until_unwanted(presence, works)
     finally:
         await server.stop(_STOP_S)
-        if swarm is not None:
-            for artifact in artifacts:
-                await swarm.take(artifact.content_id)
+        for artifact in artifacts:
+            await swarm.take(artifact.content_id)
 
 
 async def _until_unwanted(presence: Presence, works: list[Coroutine[Any, Any, None]]) -> None:
@@ -241,26 +245,6 @@ async def _until_unwanted(presence: Presence, works: list[Coroutine[Any, Any, No
             async with asyncio.timeout(_STOP_S):
                 await presence.goodbye()
         raise
-
-
-def _swarm(
-    options: SeederOptions,
-    door: ArtifactDoor,
-    tracker: TrackerClient,
-    identity: Identity,
-    member: Membership | OwnMembership | None,
-) -> Swarm | None:
-    """BitTorrent, where the settings allow any."""
-    if not options.settings.bittorrent_connections:
-        return None
-
-    async def sources(content_id: str) -> Sequence[Source]:
-        return (await tracker.sources(content_id, identity.node_id)).sources
-
-    tls = None if member is None else member.tls
-    return Swarm(
-        options.settings, options.host, sources, environment=options.environment, tls=tls, upload_pace=door.pace
-    )
 
 
 async def _announce_ready(options: SeederOptions, presence: Presence) -> None:

@@ -16,6 +16,7 @@ import structlog
 
 from shardline.artifact.store import StoredArtifact
 from shardline.errors import ShardlineError
+from shardline.model.engine import Restarts
 from shardline.node.swarm_torrent import READY_S, SwarmTorrent, torrent_of
 from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback
@@ -58,7 +59,7 @@ class Swarm:
         self.settled = asyncio.Event()
         """Set once it listens, or will not."""
         self._last_port = 0
-        self.off = _why_not(host, tls)
+        self.off = _why_not(settings, host, tls)
         """Why there is no BitTorrent here; None: there is."""
         self._settings = settings
         self._host = host
@@ -128,21 +129,18 @@ class Swarm:
 
     async def _live(self) -> None:
         """Returns when it has ended too often."""
-        restarts = 0
+        restarts = Restarts(self._settings)
         while True:
             began, reason = _now(), "it ended"
             try:
                 await self._one_life()
             except ShardlineError as error:
                 reason = error.message
-            if _now() - began > self._settings.worker_good_run_s:
-                restarts = 0
-            restarts += 1
-            if restarts > self._settings.worker_restarts:
+            pause_s = restarts.next_delay_s(_now() - began)
+            if pause_s is None:
                 self._give_up(reason)
                 return
-            pause_s = self._settings.worker_backoff_s * 2 ** (restarts - 1)
-            log.warning("bittorrent_ended", reason=reason, again_in_s=pause_s, restarts=restarts)
+            log.warning("bittorrent_ended", reason=reason, again_in_s=pause_s, restarts=restarts.count)
             await asyncio.sleep(pause_s)
 
     async def _one_life(self) -> None:
@@ -274,7 +272,9 @@ def _peer(source: Source) -> Peer | None:
     return Peer(str(address), int(port)) if port.isdigit() and 0 < int(port) < 65536 else None
 
 
-def _why_not(host: str, tls: ClusterTls | None) -> str | None:
+def _why_not(settings: Settings, host: str, tls: ClusterTls | None) -> str | None:
+    if not settings.bittorrent_connections:
+        return "bittorrent_connections is 0"
     if (why := missing()) is not None:
         return why
     if tls is None and not is_loopback(host):

@@ -397,10 +397,19 @@ class Records:
             raise ShardlineError("session_not_found", "no such Route Session of this key")
         return record
 
+    def latest(self, key_id: str, ended: int) -> list[dict[str, Any]]:
+        """All that run, then the `ended` that ended last; each newest first."""
+        own = list(self._of(key_id))
+        over = [record for record in own if record.ended is not None]
+        return [self._view(record) for record in (*(r for r in own if r.ended is None), *over[:ended])]
+
     def list(self, key_id: str) -> list[dict[str, Any]]:
         """Newest first."""
+        return [self._view(record) for record in self._of(key_id)]
+
+    def _of(self, key_id: str) -> Iterator[Record]:
         self._prune()
-        return [self._view(r) for r in reversed(self._records.values()) if r.key_id == key_id]
+        return (record for record in reversed(self._records.values()) if record.key_id == key_id)
 
     def get(self, record_id: str, key_id: str) -> dict[str, Any]:
         return self._view(self._owned(record_id, key_id))

@@ -11,11 +11,11 @@ import hashlib
 import ipaddress
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import starmap
 
 from shardline.errors import ShardlineError
 from shardline.tracker.challenges import Docket, Subject
-from shardline.tracker.coverage import known_as
+from shardline.tracker.coverage import Span, known_as, layer_copies
 from shardline.tracker.offers import Held, Offer
 from shardline.tracker.registry import NodeRecord, Registry
 from shardline.tracker.selection import Candidate
@@ -208,7 +208,7 @@ class Catalogue:
             publisher=offer.bundle.signed_by,
             architecture=manifest.model.architecture,
             quantisation=offer.quantisation,
-            coverage=_copies(runs, offer.n_layers),
+            coverage=layer_copies(starmap(Span, runs), offer.n_layers),
             served=_served(ours, offer.n_layers),
             seeders=self._seeders(offer.content_id),
         )
@@ -260,15 +260,7 @@ def _served_only(content_id: str, group: Sequence[Candidate]) -> ArtifactInfo:
 
 def _served(group: Iterable[Candidate], n_layers: int) -> list[int]:
     usable = [c.shard for c in group if c.barred is None and c.shard.n_layers == n_layers]
-    return _copies([(shard.first, shard.last) for shard in usable], n_layers)
-
-
-def _copies(runs: Iterable[tuple[int, int]], n_layers: int) -> list[int]:
-    changes = [0] * (n_layers + 1)
-    for first, last in runs:
-        changes[first] += 1
-        changes[last] -= 1
-    return list(accumulate(changes))[:n_layers]
+    return layer_copies([Span(shard.first, shard.last) for shard in usable], n_layers)
 
 
 def _order(info: ArtifactInfo) -> tuple[str, str]:

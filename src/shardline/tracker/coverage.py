@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from shardline.errors import ONE_ENGINE, RETURNING, ShardlineError
@@ -38,6 +39,15 @@ class Span(NamedTuple):
     first: int
     last: int
     owner: int = -1
+
+
+def layer_copies(spans: Iterable[Span], n_layers: int) -> list[int]:
+    """For each layer: how many of `spans` hold it."""
+    changes = [0] * (n_layers + 1)
+    for span in spans:
+        changes[span.first] += 1
+        changes[span.last] -= 1
+    return list(accumulate(changes))[:n_layers]
 
 
 class _Way(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
 
 import msgspec
 import structlog
@@ -20,15 +19,13 @@ from shardline.settings import Settings
 from shardline.tracker.artifacts import Catalogue
 from shardline.tracker.challenges import Docket, Subject, Summons
 from shardline.tracker.metrics import TrackerMetrics
-from shardline.tracker.offers import Held, Offer, covers
+from shardline.tracker.offers import Held, Offer, covers, union
 from shardline.tracker.registry import NodeRecord, Registry
 from shardline.transport import answers
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient, peer_of
-from shardline.wire.artifacts import Challenge
-from shardline.wire.bitmap import Pieces
+from shardline.wire.artifacts import POSSESSION_PATH, Challenge
 
-POSSESSION_PATH: Final = "/v1/possession"
 AT_A_TIME = 4
 """Nodes that are asked at a time: an answer has a megabyte."""
 _TICK_S = 0.25
@@ -66,20 +63,12 @@ def draw(
     """The blocks to ask for: of what is held, and half of them of the Shards that the Node serves from it, unless
     everything is under suspicion."""
     trees = offer.bundle.trees
-    own = {} if summons.of_everything else _union([offer.shard(first, last) for first, last in shards])
+    own = {} if summons.of_everything else union(offer.shard(first, last) for first, last in shards)
     if not own or not covers(held, own):
         return drawn_blocks(trees, held, nonce, public_key, summons.blocks)
     rest = {file: left for file, pieces in held.items() if (left := pieces - own[file] if file in own else pieces)}
     of_rest = drawn_blocks(trees, rest, nonce, public_key, summons.blocks // 2)
     return drawn_blocks(trees, own, nonce, public_key, summons.blocks - len(of_rest)) + of_rest
-
-
-def _union(parts: Sequence[Held]) -> dict[int, Pieces]:
-    found: dict[int, Pieces] = {}
-    for part in parts:
-        for file, pieces in part.items():
-            found[file] = found[file] | pieces if file in found else pieces
-    return found
 
 
 class Examiner:

@@ -72,34 +72,25 @@ class Offer:
 
     def bytes_of(self, held: Held) -> int:
         """How many bytes these pieces have."""
-        total = 0
-        for number, pieces in held.items():
-            tree = self.bundle.trees[number]
-            last = len(tree.layer) - 1
-            total += len(pieces) * tree.piece_length
-            if last in pieces:
-                total -= len(tree.layer) * tree.piece_length - tree.size
-        return total
+        return sum(self.bundle.trees[number].bytes_of(pieces) for number, pieces in held.items())
 
     def servable(self, held: Held) -> list[tuple[int, int]]:
         """The longest layer ranges [first, last) of which all pieces are there, sorted (`ranges.servable`)."""
-        runs: list[tuple[int, int]] = []
-        for layer, needed in enumerate(self.layers):
-            if not covers(held, needed):
-                continue
-            if runs and runs[-1][1] == layer:
-                runs[-1] = (runs[-1][0], layer + 1)
-            else:
-                runs.append((layer, layer + 1))
-        return runs
+        layers = (layer for layer, needed in enumerate(self.layers) if covers(held, needed))
+        return list(Pieces.of(self.n_layers, layers).runs())
 
     def shard(self, first: int, last: int) -> dict[int, Pieces]:
         """The pieces of Shard [first, last), which lies inside the model."""
-        pieces: dict[int, Pieces] = {}
-        for needed in self.layers[first:last]:
-            for file, own in needed.items():
-                pieces[file] = pieces[file] | own if file in pieces else own
-        return pieces
+        return union(self.layers[first:last])
+
+
+def union(parts: Iterable[Held]) -> dict[int, Pieces]:
+    """All of these together."""
+    found: dict[int, Pieces] = {}
+    for part in parts:
+        for file, pieces in part.items():
+            found[file] = found[file] | pieces if file in found else pieces
+    return found
 
 
 def covers(held: Held, needed: Held) -> bool:

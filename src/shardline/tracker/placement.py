@@ -16,7 +16,7 @@ from math import exp2, log2
 
 from shardline.errors import ShardlineError
 from shardline.tracker.bounds import LAYER_LIMIT
-from shardline.tracker.coverage import Span, is_same_engine, missing_ranges
+from shardline.tracker.coverage import Span, is_same_engine, layer_copies, missing_ranges
 from shardline.tracker.selection import LAYER_MS
 from shardline.wire.messages import NodeInfo, PlacementAnswer, PlacementRequest
 
@@ -142,8 +142,8 @@ def place(request: PlacementRequest, holdings: Iterable[Holding]) -> PlacementAn
     piece = _thinnest(room, held, gaps, _layer_times(same, request.n_layers))
     if piece is None:
         raise _too_small(room)
-    copies = min(_copies(held, request.n_layers)[piece[0] : piece[1]])
-    return PlacementAnswer(first=piece[0], last=piece[1], reason=f"fewest copies ({copies})")
+    fewest = min(layer_copies(held, request.n_layers)[piece[0] : piece[1]])
+    return PlacementAnswer(first=piece[0], last=piece[1], reason=f"fewest copies ({fewest})")
 
 
 def check_request(request: PlacementRequest) -> None:
@@ -248,15 +248,6 @@ def _within_gap(room: _Room, first: int, last: int) -> tuple[int, int] | None:
     return min(found, key=lambda piece: (piece[0] != starts[0], piece[1] != starts[-1], piece[0] - piece[1], piece))
 
 
-def _copies(held: Iterable[Span], n_layers: int) -> list[int]:
-    """How many Shards hold each layer."""
-    changes = [0] * (n_layers + 1)
-    for span in held:
-        changes[span.first] += 1
-        changes[span.last] -= 1
-    return list(itertools.accumulate(changes))[:n_layers]
-
-
 def _layer_times(same: Sequence[Holding], n_layers: int) -> list[int]:
     """What each layer costs a token on those who have it, on average, in microseconds and in steps of a factor of
     1.4: what two measurements of equal machines differ by must not move anybody. Unmeasured: as the measured ones."""
@@ -281,7 +272,7 @@ def _thinnest(room: _Room, held: Sequence[Span], gaps: Sequence[Span], times: Se
     cannot fill, taken as filled). Where no such range fits (the Node is smaller than every Shard here), it begins
     one: later Nodes continue at its end until they meet a boundary of the others.
     """
-    copies = _copies(held, room.request.n_layers)
+    copies = layer_copies(held, room.request.n_layers)
     steps = {(s.first, s.last) for s in (*held, *gaps)}
     reached = _reachable(steps, 0)
     leading_on = _reachable({(last, first) for first, last in steps}, room.request.n_layers)

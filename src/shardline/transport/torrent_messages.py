@@ -69,11 +69,6 @@ class Keys(msgspec.Struct, frozen=True, array_like=True, tag=1):
         return "Keys()"
 
 
-class Limits(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    download_bytes_per_s: int
-    upload_bytes_per_s: int
-
-
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Have a torrent, and give of it what is held; nothing is asked of others before `Want`. Where it is there already
     it is ended first, and begins anew: answered by `Ready`, before which nothing of the old one is written any more."""
@@ -114,7 +109,7 @@ class Brought(msgspec.Struct, frozen=True, array_like=True, tag=7):
     pieces: bytes
 
 
-Order = Begin | Keys | Limits | Add | Remove | Allow | Want | Brought
+Order = Begin | Keys | Add | Remove | Allow | Want | Brought
 
 # Process -> Node.
 
@@ -177,7 +172,6 @@ class PeerFigures(msgspec.Struct, frozen=True, array_like=True):
     listens: int
     """Where it says that it takes connections; 0 where it did not say."""
     received_bytes: int
-    sent_bytes: int
     receives_per_s: int
 
 

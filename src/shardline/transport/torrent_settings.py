@@ -50,12 +50,9 @@ def settings_of(begin: Begin, port: int) -> dict[str, bool | int | str]:
         "hashing_threads": 2,
         "tick_interval": 100,
         "alert_queue_size": 20_000,
-        **limits(begin.download_bytes_per_s, begin.upload_bytes_per_s),
+        "download_rate_limit": begin.download_bytes_per_s,
+        "upload_rate_limit": begin.upload_bytes_per_s,
     }
-
-
-def limits(download_bytes_per_s: int, upload_bytes_per_s: int) -> dict[str, int]:
-    return {"download_rate_limit": download_bytes_per_s, "upload_rate_limit": upload_bytes_per_s}
 
 
 def free_port(host: str) -> int:

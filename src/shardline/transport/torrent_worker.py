@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,7 +38,6 @@ from shardline.transport.torrent_messages import (
     Failed,
     Frames,
     Keys,
-    Limits,
     Listening,
     Order,
     Peer,
@@ -51,7 +51,7 @@ from shardline.transport.torrent_messages import (
     Written,
     frame,
 )
-from shardline.transport.torrent_settings import WILDCARDS, free_port, limits, settings_of
+from shardline.transport.torrent_settings import WILDCARDS, free_port, settings_of
 from shardline.wire.bitmap import Pieces
 
 TICK_S = 0.5
@@ -80,11 +80,12 @@ _NO_TLS_GROUP = "[dh params]"
 class Torrent:
     """One torrent of the session, in the Node's words. Piece numbers are libtorrent's: over all files."""
 
-    def __init__(self, order: Add, handle: Any, layout: Any) -> None:
+    def __init__(self, order: Add, layout: Any) -> None:
         self.content_id = order.content_id
         self.generation = order.generation
         self.paths = [file.path for file in order.files]
-        self.handle = handle
+        self.handle: Any = None
+        """libtorrent's, once it has it."""
         self.piece_length: int = layout.piece_length()
         by_root = _files_by_root(layout)
         self.numbers = [by_root[file.root] for file in order.files]
@@ -106,11 +107,12 @@ class Torrent:
 
     def split(self, pieces: Iterable[int]) -> dict[int, Pieces]:
         """By file."""
-        chosen = set(pieces)
+        chosen = sorted(set(pieces))
         found = {}
         for file, (first, count) in enumerate(zip(self.firsts, self.counts, strict=True)):
-            if some := [piece - first for piece in chosen if first <= piece < first + count]:
-                found[file] = Pieces.of(count, some)
+            low, high = bisect_left(chosen, first), bisect_left(chosen, first + count)
+            if low < high:
+                found[file] = Pieces.of(count, (piece - first for piece in chosen[low:high]))
         return found
 
     def read(self, piece: int) -> bytes:
@@ -199,8 +201,6 @@ class Session:
                 self._keys = order
                 for torrent in self._torrents.values():
                     self._show_keys(torrent.handle)
-            case Limits():
-                self._session.apply_settings(limits(order.download_bytes_per_s, order.upload_bytes_per_s))
             case Begin():
                 raise ValueError("it has begun already")
 
@@ -233,17 +233,13 @@ class Session:
     def _add(self, order: Add) -> None:
         params = lt.load_torrent_buffer(order.torrent)
         layout = params.ti.layout()
-        by_root = _files_by_root(layout)
+        torrent = Torrent(order, layout)
         held = [False] * layout.num_pieces()
-        renamed = {}
-        for file in order.files:
-            number = by_root[file.root]
-            renamed[number] = file.path
-            first, size = layout.piece_index_at_file(number), layout.file_size(number)
-            for piece in Pieces.from_bytes(-(-size // layout.piece_length()), file.held):
-                held[first + piece] = True
+        for number, file in enumerate(order.files):
+            for piece in torrent.pieces(number, file.held):
+                held[piece] = True
         params.save_path = order.folder
-        params.renamed_files = renamed
+        params.renamed_files = dict(zip(torrent.numbers, torrent.paths, strict=True))
         params.have_pieces = held
         params.piece_priorities = [0] * len(held)
         # Web seeds are asked by the Node itself, with limits of its own.
@@ -254,9 +250,9 @@ class Session:
         flags = lt.torrent_flags
         params.flags &= ~(flags.auto_managed | flags.paused)
         params.flags |= flags.disable_dht | flags.disable_lsd | flags.disable_pex | flags.apply_ip_filter
-        handle = self._session.add_torrent(params)
-        self._torrents[handle] = Torrent(order, handle, layout)
-        self._show_keys(handle)
+        torrent.handle = self._session.add_torrent(params)
+        self._torrents[torrent.handle] = torrent
+        self._show_keys(torrent.handle)
 
     def _show_keys(self, handle: Any) -> None:
         if self._keys.certificate:
@@ -415,7 +411,6 @@ def _seen(torrent: Torrent) -> Seen:
                 info.ip[1],
                 _listens(info),
                 info.total_download,
-                info.total_upload,
                 info.payload_down_speed,
             )
             for info in infos

@@ -19,7 +19,7 @@ from shardline.transport.addresses import make_url, split_url
 from shardline.transport.authority import TRACKER
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient, peer_of
-from shardline.wire.artifacts import ArtifactList, SourceList
+from shardline.wire.artifacts import ArtifactList, Source, SourceList
 from shardline.wire.joining import AuthorityAnswer, JoinAnswer, JoinRequest
 from shardline.wire.messages import (
     HeartbeatAnswer,
@@ -83,10 +83,10 @@ class TrackerClient:
         """Say which pieces of an artifact a Node gives to others; `not_found` where the Tracker does not offer it."""
         await self._call("POST", f"/v1/nodes/{_part(node)}/pieces", NoneType, advertisement)
 
-    async def sources(self, content_id: str, node: str) -> SourceList:
+    async def sources(self, content_id: str, node: str) -> list[Source]:
         """Whom to ask for pieces, the nearest first, without `node` itself; `not_found` for what is not offered."""
         path = f"/v1/artifacts/{_part(content_id)}/sources?node={_part(node)}"
-        return await self._call("GET", path, SourceList, max_body=EXPLAIN_BYTES)
+        return (await self._call("GET", path, SourceList, max_body=EXPLAIN_BYTES)).sources
 
     async def bundle_file(self, content_id: str, path: str, most: int) -> bytes:
         """One file of an offered bundle, of at most `most` bytes, as it is on the Tracker's disk: nothing of it is

@@ -20,6 +20,8 @@ ADVERTISE_EVERY_S: Final = 20.0
 """Pause between two advertisements of what has not changed."""
 ADVERTISE_PAUSE_S: Final = 2.0
 """Least pause between two, whatever changes."""
+POSSESSION_PATH: Final = "/v1/possession"
+"""Where a Node answers a `Challenge`."""
 CHALLENGE_BLOCKS: Final = 64
 """Most blocks of one challenge."""
 

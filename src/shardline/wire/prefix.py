@@ -37,15 +37,16 @@ def salt_of(key_id: str) -> bytes:
     return hashlib.sha256(b"shardline prefix salt\n" + key_id.encode()).digest()[:SALT_BYTES]
 
 
-def digests_of(salt: bytes, ids: bytes | bytearray) -> bytes:
+def digests_of(salt: bytes, ids: bytes | bytearray, before: bytes = b"") -> bytes:
     """Of each whole block of `ids` (I32 little-endian), in order: the first 16 bytes of SHA-256 over the salt, the
-    digest of the block before it (zeros in front of the first) and the ids of the block."""
-    before = bytes(DIGEST_BYTES)
-    out = []
-    end = min(len(ids) // _BLOCK_BYTES, BLOCKS) * _BLOCK_BYTES
+    digest of the block before it (zeros in front of the first) and the ids of the block. `before`: the digests of the
+    blocks in front of `ids`, which stand first in the result."""
+    last = before[-DIGEST_BYTES:] or bytes(DIGEST_BYTES)
+    out = [before]
+    end = min(len(ids) // _BLOCK_BYTES, BLOCKS - blocks_in(before)) * _BLOCK_BYTES
     for start in range(0, end, _BLOCK_BYTES):
-        before = hashlib.sha256(salt + before + ids[start : start + _BLOCK_BYTES]).digest()[:DIGEST_BYTES]
-        out.append(before)
+        last = hashlib.sha256(salt + last + ids[start : start + _BLOCK_BYTES]).digest()[:DIGEST_BYTES]
+        out.append(last)
     return b"".join(out)
 
 

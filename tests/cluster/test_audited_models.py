@@ -31,7 +31,10 @@ ROUTES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(ROUTES))
+@pytest.fixture(
+    scope="module",
+    params=["deepseek_v4", *(pytest.param(kind, marks=pytest.mark.long) for kind in ROUTES if kind != "deepseek_v4")],
+)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     import torch
 

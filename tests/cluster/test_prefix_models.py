@@ -17,7 +17,11 @@ from tests.support.reuse import check_reuse, completed
 pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(400)]
 TWO, THREE = ("0:15", "15:30"), ("0:10", "10:20", "20:30")
 ROUTES = [
-    pytest.param((engine, layers), id=f"{engine}-{len(layers)}", marks=getattr(pytest.mark, engine))
+    pytest.param(
+        (engine, layers),
+        id=f"{engine}-{len(layers)}",
+        marks=[getattr(pytest.mark, engine), *([pytest.mark.long] if layers == THREE else [])],
+    )
     for engine in ("torch", "llama")
     for layers in (TWO, THREE)
 ]

@@ -121,9 +121,10 @@ async def two_nodes(tmp_path_factory: pytest.TempPathFactory, model_file: Path) 
         yield cluster
 
 
-async def check_answers(cluster: Cluster, reference: Reference) -> None:
+async def check_answers(cluster: Cluster, reference: Reference, *alone: list[int]) -> None:
+    """To `alone` one after the other, then to eight at a time."""
     vocabulary = await pieces(cluster)
-    for ids in (reference.tokenize(CHAT), long_prompt(reference)):
+    for ids in alone:
         answer = await completed(cluster, ids, TOKENS)
         assert answer["usage"]["prompt_tokens"] == len(ids)
         check_same(answer["choices"][0]["text"], reference, ids, vocabulary)
@@ -137,15 +138,17 @@ async def check_answers(cluster: Cluster, reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("layers", [["0:30"], ["0:10", "10:20", "20:30"]], ids=["1", "3"])
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)], ids=["short", "and 1,500 tokens"])
 async def test_greedy_answers_are_those_of_transformers(
-    tmp_path: Path, model_file: Path, reference: Reference, layers: list[str]
+    tmp_path: Path, model_file: Path, reference: Reference, layers: list[str], many: bool
 ) -> None:
+    alone = [reference.tokenize(CHAT), *([long_prompt(reference)] if many else [])]
     async with model_cluster(tmp_path, model_file, layers=layers) as cluster:
-        await check_answers(cluster, reference)
+        await check_answers(cluster, reference, *alone)
 
 
 async def test_greedy_answers_of_two_nodes_are_those_of_transformers(two_nodes: Cluster, reference: Reference) -> None:
-    await check_answers(two_nodes, reference)
+    await check_answers(two_nodes, reference, reference.tokenize(CHAT), long_prompt(reference))
 
 
 async def test_what_crosses_the_seam(two_nodes: Cluster, reference: Reference) -> None:

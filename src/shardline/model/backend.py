@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardline.wire.messages import EngineInfo, Sampling
+from shardline.model.pooling import Embeddings
+from shardline.wire.messages import EngineInfo, Pooling, Sampling
 from shardline.wire.steps import SeamLayout
 
 Buffer = bytes | bytearray | memoryview
@@ -57,6 +58,8 @@ class ShardDescription:
     """What the engine's caches can hold in all; None: bounded by memory alone."""
     slots: int | None = None
     """How many slots can be open at a time; None: no bound of the engine's own."""
+    embeddings: Embeddings | None = None
+    """Of a tail; None: the engine makes no vectors of prompts."""
 
     @property
     def is_head(self) -> bool:
@@ -80,6 +83,8 @@ class BackendEntry:
     """One C-contiguous buffer a tensor of `layout_in`, [rows, *shape]."""
     want_output: bool
     """On the tail: return the logits of the last row. Elsewhere ignored: all rows are returned."""
+    embed_rows: int = 0
+    """On the tail, and then without `want_output`: return the last so many rows as they are behind the final norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,8 @@ class BackendOutput:
 
     hidden: tuple[Buffer, ...] = ()
     logits: Any | None = None
+    embedded: Any | None = None
+    """What `embed_rows` asked for: float32, [embed_rows, width], an array of numpy's kind."""
 
 
 class Backend(Protocol):
@@ -149,3 +156,5 @@ class SlotSpec:
     max_tokens: int
     sampling: Sampling | None = None
     reuse: Reuse | None = None
+    pooling: Pooling | None = None
+    """On the tail: the prompt becomes a vector, pooled so, and nothing is generated."""

@@ -20,7 +20,7 @@ import msgspec
 
 from shardline.errors import CATALOGUE, ShardlineError
 from shardline.model.backend import Buffer, Reuse, ShardDescription, ShardSpec
-from shardline.wire.messages import Grammar, Sampling, StepTimes
+from shardline.wire.messages import Grammar, Pooling, Sampling, StepTimes
 from shardline.wire.steps import SeamLayout
 
 FRAME_LIMIT = 64 << 20
@@ -65,6 +65,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
     max_tokens: int
     sampling: Sampling | None
     reuse: Reuse | None = None
+    pooling: Pooling | None = None
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -133,7 +134,14 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=1):
     end: Literal["stop", "length"] | None
 
 
-Outcome = Fault | Sampled | None
+class PooledPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A `Pooled`."""
+
+    vector: bytes
+    pooling: Pooling
+
+
+Outcome = Fault | Sampled | PooledPrompt | None
 """Of one entry; None where rows or nothing came out."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -18,8 +18,9 @@ import numpy as np
 from shardline.errors import ShardlineError
 from shardline.model.backend import Backend, BackendEntry, BackendOutput, Buffer, Reuse, ShardDescription, SlotSpec
 from shardline.model.grammar import Grammars
+from shardline.model.pooling import Pool, pooling_of
 from shardline.model.sampling import Sampler
-from shardline.wire.messages import Sampling, TextBundle
+from shardline.wire.messages import Pooling, Sampling, TextBundle
 
 End = Literal["stop", "length"]
 _I32 = np.dtype("<i4")
@@ -35,21 +36,31 @@ class SampledToken(NamedTuple):
     end: End | None = None
 
 
+class Pooled(NamedTuple):
+    """The tail's vector of a whole prompt: float32 little-endian, not normalised."""
+
+    vector: bytes
+    pooling: Pooling
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Of one entry: the rows for the next Shard (one buffer a tensor of `layout_out`), or on the tail a token, or
-    neither where no output was wanted."""
+    """Of one entry: the rows for the next Shard (one buffer a tensor of `layout_out`), or on the tail a token or a
+    vector, or nothing where no output was wanted."""
 
     hidden: tuple[Buffer, ...] = ()
     token: SampledToken | None = None
+    pooled: Pooled | None = None
 
 
 class _Slot:
-    __slots__ = ("expected", "kept", "kv_tokens", "sampler", "spec")
+    __slots__ = ("expected", "kept", "kv_tokens", "pool", "sampler", "spec")
 
-    def __init__(self, spec: SlotSpec, sampler: Sampler | None) -> None:
+    def __init__(self, spec: SlotSpec, sampler: Sampler | None, pool: Pool | None) -> None:
         self.spec = spec
         self.sampler = sampler
+        self.pool = pool
+        """Of a prompt that becomes a vector: there is then no sampler."""
         self.kv_tokens = 0
         """As last read from the backend."""
         self.expected: int | None = None
@@ -88,7 +99,7 @@ class Generator:
         if slot in self._slots and (reuse is None or reuse.source != slot):
             raise ShardlineError("engine_error", f"slot {slot} is open already")
         try:
-            sampler = self._sampler(spec)
+            sampler, pool = self._sampler(spec), self._pool(spec)
             if reuse is None:
                 self.backend.open(slot)
             else:
@@ -97,13 +108,13 @@ class Generator:
             self.close(slot)
             raise fault_of(error) from error
         before = self._slots.get(slot)
-        held = self._slots[slot] = _Slot(spec, sampler)
+        held = self._slots[slot] = _Slot(spec, sampler, pool)
         if reuse is not None:
             held.kv_tokens = before.kv_tokens if before is not None else 0
             self._read_kv(slot, held)
 
     def _sampler(self, spec: SlotSpec) -> Sampler | None:
-        if not self.description.is_tail:
+        if not self.description.is_tail or spec.pooling is not None:
             return None
         sampling = spec.sampling if spec.sampling is not None else Sampling()
         return Sampler(
@@ -113,6 +124,16 @@ class Generator:
             prompt_tokens=spec.prompt_tokens,
             end_ids=self._end_ids,
         )
+
+    def _pool(self, spec: SlotSpec) -> Pool | None:
+        """Of rows that are not computed again there is nothing to pool, so such a slot begins empty."""
+        if not self.description.is_tail or spec.pooling is None:
+            return None
+        if spec.reuse is not None:
+            raise ShardlineError("engine_error", "a prompt that becomes a vector begins with no kept cache")
+        embeddings = self.description.embeddings
+        pooling = pooling_of(embeddings, spec.pooling)
+        return Pool(pooling, 0 if embeddings is None else embeddings.width, spec.prompt_tokens)
 
     def _fork(self, slot: int, reuse: Reuse, sampler: Sampler | None) -> None:
         """Begin with what a kept slot holds; the sampler observes the tokens that are not computed again."""
@@ -133,7 +154,7 @@ class Generator:
         """The session of `slot` has ended: hold on to its first `tokens` for `Reuse`, and to nothing else of it.
         Raises what a rollback raises; the caller then closes the slot."""
         held = self._held(slot)
-        held.sampler = None
+        held.sampler = held.pool = None
         self.rollback(slot, tokens)
         held.kept = True
 
@@ -149,6 +170,8 @@ class Generator:
         held = self._held(slot)
         if not 0 <= position <= held.kv_tokens:
             raise ShardlineError("seam_gap", f"cannot go back to {position}: the cache ends at {held.kv_tokens}")
+        if held.pool is not None:
+            raise ShardlineError("rollback_unsupported", "rows of this prompt have gone into a vector already")
         try:
             self.backend.rollback(slot, position)
         except Exception as error:
@@ -170,9 +193,16 @@ class Generator:
             except ShardlineError as error:
                 results[i] = error
         if runnable:
-            for i, output in zip(runnable, self._compute([entries[i] for i in runnable]), strict=True):
+            for i, output in zip(runnable, self._compute([self._asked(entries[i]) for i in runnable]), strict=True):
                 results[i] = self._result(entries[i], output)
         return [r for r in results if r is not None]
+
+    def _asked(self, entry: BackendEntry) -> BackendEntry:
+        """What the backend is asked for: of a prompt that becomes a vector, rows in place of logits."""
+        pool = self._slots[entry.slot].pool
+        if pool is None:
+            return entry
+        return replace(entry, want_output=False, embed_rows=pool.rows_wanted(entry.rows))
 
     def _compute(self, entries: list[BackendEntry]) -> Sequence[BackendOutput | Exception]:
         try:
@@ -220,6 +250,8 @@ class Generator:
                     "seam_invalid", f"a token is wanted at {end}, inside the prompt of {held.spec.prompt_tokens}"
                 )
             held.sampler.observe(tokens)
+        elif held.pool is not None and entry.want_output != (end == held.spec.prompt_tokens):
+            raise ShardlineError("seam_invalid", f"rows up to {end} of a prompt of {held.spec.prompt_tokens} to pool")
         held.expected = None
 
     def _check_tokens(self, first: int, lowest: int, highest: int, held: _Slot) -> None:
@@ -236,6 +268,9 @@ class Generator:
             if not self.description.is_tail:
                 self._check_rows(entry, output)
                 return StepResult(hidden=output.hidden)
+            pool = self._slots[entry.slot].pool
+            if pool is not None:
+                return _pooled(pool, entry, output)
             return StepResult(token=self._sample(entry, output)) if entry.want_output else StepResult()
         except Exception as error:  # whatever an engine returned for one entry harms that entry only
             return fault_of(error)
@@ -260,6 +295,16 @@ class Generator:
         elif number + 1 >= held.spec.max_tokens:
             end = "length"
         return SampledToken(choice.id, choice.logprob, choice.top, end)
+
+
+def _pooled(pool: Pool, entry: BackendEntry, output: BackendOutput) -> StepResult:
+    wanted = pool.rows_wanted(entry.rows)
+    pool.passed(entry.rows)
+    if wanted:
+        if output.embedded is None or len(output.embedded) != wanted:
+            raise ShardlineError("engine_error", f"the engine did not return {wanted} rows to pool")
+        pool.add(output.embedded)
+    return StepResult(pooled=Pooled(pool.vector(), pool.pooling)) if entry.want_output else StepResult()
 
 
 def fault_of(error: BaseException) -> ShardlineError:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from shardline.errors import ShardlineError
 from shardline.model import llama_state
@@ -41,7 +42,9 @@ class LoadedShard:
     context: LlamaContext
     arrays: RowArrays
     rows: int
-    """Most rows of one llama_decode."""
+    """Most rows of one llama_decode …"""
+    outputs: int
+    """… and most of which something is taken out, on the tail."""
     sessions: int
     description: ShardDescription
     tap: Tap | None
@@ -210,6 +213,9 @@ class LlamaBackend:
         results: list[BackendOutput | Exception | None] = [None] * len(entries)
         rows: dict[int, _Row] = {}
         for index, entry in enumerate(entries):
+            if entry.embed_rows:
+                results[index] = self._run_one(entry)  # its rows are copies
+                continue
             try:
                 sequence = self._check(entry)
                 if sequence in rows:
@@ -230,7 +236,41 @@ class LlamaBackend:
             row = _Row(0, self._check(entry), entry)
         except ShardlineError as error:
             return error
-        return self._decode((row,))[0]
+        return self._embedded(row) if entry.embed_rows else self._decode((row,))[0]
+
+    def _embedded(self, row: _Row) -> BackendOutput | Exception:
+        """The rows that are wanted behind the final norm, as calls of at most `outputs` rows that the library is told
+        to give them of; those in front of them as usual. Whatever else is computed knows nothing of it."""
+        if not (self._is_tail and row.entry.embed_rows <= row.entry.rows):
+            return ShardlineError("engine_error", f"{row.entry.embed_rows} rows are wanted behind the final norm")
+        made: list[npt.NDArray[np.float32]] = []
+        for part in _parts(row.entry, self._shard.outputs):
+            call = (_Row(0, row.sequence, part),)
+            if not part.embed_rows:
+                result = self._decode(call)[0]
+                if isinstance(result, Exception):
+                    return result
+                continue
+            self._c.llama_set_embeddings(self._context, True)
+            try:
+                code = self._c.llama_decode(self._context, self._filled(call))
+            finally:
+                self._c.llama_set_embeddings(self._context, False)
+                self._arrays.unmark()
+            if code:
+                return self._failed(code, call)
+            self._failures = 0
+            made.append(self._rows_behind_norm(part.rows))
+        return BackendOutput(embedded=np.concatenate(made))
+
+    def _rows_behind_norm(self, rows: int) -> npt.NDArray[np.float32]:
+        """A copy of what the library gives of the last call."""
+        address = self._c.llama_get_embeddings(self._context)
+        if not address:
+            raise ShardlineError("engine_lost", "the library computed a batch and has no rows of it")
+        embeddings = self._description.embeddings
+        width = 0 if embeddings is None else embeddings.width
+        return np.frombuffer(view(address, 4 * rows * width), np.float32).reshape(rows, width).copy()
 
     def _check(self, entry: BackendEntry) -> int:
         """The entry's sequence; `engine_error` where it is not open or ends elsewhere, or where token ids or rows are
@@ -294,6 +334,8 @@ class LlamaBackend:
             if self._is_head:
                 arrays.tokens[start : start + entry.rows] = np.frombuffer(entry.tokens, np.int32)
             start += entry.rows
+            for output in range(start - entry.embed_rows, start):
+                arrays.mark(output)
             if self._is_tail and entry.want_output:
                 arrays.mark(start - 1)
         if self._is_head:
@@ -390,6 +432,30 @@ class LlamaBackend:
         if self._context is None:
             raise ShardlineError("engine_lost", "the context is closed")
         return self._context
+
+
+def _parts(entry: BackendEntry, most: int) -> list[BackendEntry]:
+    """An entry of which rows at the end are wanted, as entries of which all are, or none."""
+    first = entry.rows - entry.embed_rows
+    starts = [*([0] if first else []), *range(first, entry.rows, most)]
+    ends = [*starts[1:], entry.rows]
+    return [_part(entry, start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _part(entry: BackendEntry, start: int, end: int) -> BackendEntry:
+    def rows_of(buffer: Buffer) -> memoryview:
+        data = memoryview(buffer).cast("B")
+        size = len(data) // entry.rows
+        return data[size * start : size * end]
+
+    return replace(
+        entry,
+        position=entry.position + start,
+        rows=end - start,
+        tokens=rows_of(entry.tokens),
+        hidden=tuple(map(rows_of, entry.hidden)),
+        embed_rows=end - start if start >= entry.rows - entry.embed_rows else 0,
+    )
 
 
 def _kept(output: BackendOutput | Exception) -> BackendOutput | Exception:

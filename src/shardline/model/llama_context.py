@@ -32,6 +32,7 @@ SESSIONS_LIMIT = TAP_SEQUENCE
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 """What keys and values may be kept in, with the library's numbers. Flash attention computes with all of them."""
 _FLASH_ATTENTION_ON = 1
+_POOLING_NONE = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,20 @@ class ContextPlan:
     rows: int
     """Most rows of one call."""
     outputs: int
-    """Most rows of one call that logits are wanted of."""
+    """Most rows of one call that logits, or rows behind the final norm, are wanted of."""
     threads: int
     kv_type: str
     swa_full: bool
     """Keep what a sliding window has passed: more memory, and any rollback is exact."""
     prefill_threads: int | None = None
     """For calls of several rows a sequence; None: as many as for one."""
+    unpooled: bool = False
+    """The model names a pooling of its own, and rows are wanted as they are."""
+
+    @property
+    def most_outputs(self) -> int:
+        """Each sequence may want one."""
+        return max(self.outputs, self.sessions)
 
 
 def usable_cores() -> int:
@@ -149,13 +157,15 @@ def _params(structs: Any, plan: ContextPlan) -> Any:
     params.n_ctx = plan.kv_tokens
     params.n_batch = params.n_ubatch = plan.rows
     params.n_seq_max = plan.sessions
-    params.n_outputs_max = max(plan.outputs, plan.sessions)
+    params.n_outputs_max = plan.most_outputs
     params.n_threads = plan.threads
     params.n_threads_batch = plan.prefill_threads or plan.threads
     params.flash_attn_type = _FLASH_ATTENTION_ON
     params.type_k = params.type_v = KV_TYPES[plan.kv_type]
     params.kv_unified = True
     params.swa_full = plan.swa_full
+    if plan.unpooled:
+        params.pooling_type = _POOLING_NONE
     return params
 
 

@@ -41,8 +41,11 @@ LOG_LEVELS = {1: "debug", 2: "info", 3: "warning", 4: "error"}
 _CONTINUED = 5
 _WARNING = 3
 _KEPT_LINES = 20
-_EXPECTED = re.compile(r"adding \d+ dummy tokens|n_ctx_seq \(\d+\) > n_ctx_train")
-"""Warnings that follow from how Shards are run: a part has no vocabulary, and one context holds many sessions."""
+_EXPECTED = re.compile(
+    r"adding \d+ dummy tokens|n_ctx_seq \(\d+\) > n_ctx_train|model default pooling_type is \[\d+\]"
+)
+"""Warnings that follow from how Shards are run: a part has no vocabulary, one context holds many sessions, and rows are
+pooled here."""
 
 LLAMA_MAX_SEQ = 256
 F16 = 1
@@ -58,6 +61,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_get_vocab": (VOCAB, (MODEL,)),
     "llama_model_n_embd": (c_int32, (MODEL,)),
     "llama_model_n_embd_inp": (c_int32, (MODEL,)),
+    "llama_model_n_embd_out": (c_int32, (MODEL,)),
     "llama_model_n_swa": (c_int32, (MODEL,)),
     "llama_model_size": (ctypes.c_uint64, (MODEL,)),
     "llama_model_rope_type": (c_int32, (MODEL,)),
@@ -71,6 +75,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_decode": (c_int32, (_CONTEXT, "Batch")),
     "llama_synchronize": (None, (_CONTEXT,)),
     "llama_get_logits_ith": (c_void_p, (_CONTEXT, c_int32)),
+    "llama_set_embeddings": (None, (_CONTEXT, c_bool)),
+    "llama_get_embeddings": (c_void_p, (_CONTEXT,)),
     "llama_memory_seq_rm": (c_bool, (MEMORY, c_int32, c_int32, c_int32)),
     "llama_memory_seq_cp": (None, (MEMORY, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_pos_min": (c_int32, (MEMORY, c_int32)),

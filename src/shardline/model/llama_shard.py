@@ -32,6 +32,7 @@ from shardline.model.llama_rows import RowArrays
 from shardline.model.llama_source import KV_TOKENS, Options, Source, context_length, invalid, read_source, setting
 from shardline.model.llama_tap import CallbackTap, SamplerTap, Tap, layer_input_tap, nextn_tap
 from shardline.model.llama_text import LlamaText, check_text
+from shardline.model.pooling import embeddings_of_gguf
 from shardline.wire.messages import EngineInfo
 from shardline.wire.steps import TOKENS_ONLY, LayoutTensor, SeamLayout
 
@@ -39,6 +40,9 @@ SESSIONS = 64
 _THREADED_LAYER_BYTES = 6 << 20
 SESSIONS_RECURRENT = 8
 """Each has a state of its own from the start, whether it is used or not."""
+_OUTPUTS = 32
+"""Rows behind the final norm that a tail takes out of one call. The library computes logits of each beside it, in memory
+that is reserved from the start."""
 
 
 def load(spec: ShardSpec, *, progress: Progress | None = None) -> LlamaBackend:
@@ -98,6 +102,7 @@ class _Making:
                 outputs=tap is not None and tap.outputs,
             ),
             rows=plan.rows,
+            outputs=plan.most_outputs,
             sessions=plan.sessions,
             description=description,
             tap=tap,
@@ -118,11 +123,12 @@ class _Making:
             kv_tokens=max(options.rows, options.kv_tokens or min(self.context_length, KV_TOKENS)),
             sessions=self._sessions(),
             rows=options.rows,
-            outputs=0 if self.source.is_tail else options.rows,
+            outputs=min(_OUTPUTS, options.rows) if self.source.is_tail else options.rows,
             threads=self.spec.threads or self._decode_threads(),
             prefill_threads=self.spec.threads or usable_cores(),
             kv_type=options.kv_type,
             swa_full=options.swa_full,
+            unpooled=f"{self.source.shape.architecture}.pooling_type" in self.source.header.kv,
         )
 
     @property
@@ -216,6 +222,9 @@ class _Making:
             text_digest=text.digest if text is not None else None,
             kv_capacity_tokens=context.kv_tokens,
             slots=plan.sessions,
+            embeddings=embeddings_of_gguf(source.header, source.shape.hidden_size, c.llama_model_n_embd_out(pointer))
+            if source.is_tail
+            else None,
         )
 
     def _vocab_size(self, embedding: EmbeddingMatrix | None) -> int:

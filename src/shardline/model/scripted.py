@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import BackendEntry, BackendOutput, Buffer, ShardDescription, ShardSpec
+from shardline.model.pooling import Embeddings
 from shardline.model.script import ScriptFault, Vocabulary, piece_bytes, read_script, seam_layout, text_bundle
 from shardline.model.scripted_rows import NUMPY, LayerChain, RowCode
 from shardline.wire.messages import EngineInfo, StepTimes
@@ -124,6 +125,7 @@ class ScriptedBackend:
             rollback=script.rollback,
             text_digest=hashlib.sha256(self._text).hexdigest() if self._text is not None else None,
             kv_capacity_tokens=script.kv_capacity,
+            embeddings=Embeddings(self._code.width) if spec.last == script.n_layers else None,
         )
 
     # ---- faults and pace ---------------------------------------------------------------------------------------
@@ -297,11 +299,19 @@ class ScriptedBackend:
             cache.prompt_end = end
         if self._spec.last < self.script.n_layers:
             return BackendOutput(hidden=_damaged(self._code.rows(out), self._layout, fault))
+        right = cache.whole is None or cache.whole.state()[-1][-1] == out[-1]
+        if entry.embed_rows:
+            return BackendOutput(embedded=self._embedded(out[-entry.embed_rows :], right, fault))
         if not entry.want_output:
             return BackendOutput()
-        right = cache.whole is None or cache.whole.state()[-1][-1] == out[-1]
         token = self._next_token(cache) if right else self.vocabulary.wrong
         return BackendOutput(logits=_damaged_logits(self._logits(token, out[-1]), fault))
+
+    def _embedded(self, digests: list[bytes], right: bool, fault: ScriptFault | None) -> npt.NDArray[np.float32]:
+        if not right:
+            raise ShardlineError("engine_error", "the rows that arrived are not those of the prompt")
+        values = self._code.values(digests)
+        return values if fault is None else _damaged_logits(values.reshape(-1), fault).reshape(len(digests), -1)
 
     def _forward(self, cache: _Cache, tokens: list[int], hidden: Sequence[Buffer]) -> list[bytes]:
         chain = cache.chain

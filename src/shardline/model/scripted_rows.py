@@ -37,6 +37,16 @@ class RowCode:
         elements = np.frombuffer(b"".join(self._elements(d) for d in digests), dtype=np.uint8)
         return self._tensors(elements.reshape(len(digests), -1))
 
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return sum(self._widths)
+
+    def values(self, digests: Sequence[bytes]) -> npt.NDArray[np.float32]:
+        """What stands for rows behind a final norm: float32 of -1 to 1, [len(digests), width]."""
+        elements = np.frombuffer(b"".join(self._elements(d) for d in digests), dtype=np.uint8)
+        return elements.reshape(len(digests), -1).astype(np.float32) / np.float32(127.5) - np.float32(1)
+
     def _elements(self, digest: bytes) -> bytes:
         return digest + hashlib.shake_128(digest).digest(self._filler) if self._filler else digest
 

@@ -23,6 +23,7 @@ from shardline.formats.safetensors import read_folder
 from shardline.model import torch_cache
 from shardline.model.backend import BackendEntry, BackendOutput, Buffer, ShardDescription, ShardSpec
 from shardline.model.generation import fault_of
+from shardline.model.pooling import Embeddings, embeddings_of_config, embeddings_of_gguf
 from shardline.model.tokenizer import ModelText, text_of_folder, text_of_gguf
 from shardline.model.torch_build import build, check_range, cut, fill_buffers
 from shardline.model.torch_gguf import config_of, load_gguf, quantisation_of
@@ -46,6 +47,8 @@ class _Source:
     fill: Callable[[ShardWeights], None]
     text: Callable[[int], ModelText | None]
     """From the context length."""
+    embeddings: Callable[[int], Embeddings]
+    """From the width of rows behind the final norm."""
 
 
 def load(spec: ShardSpec, *, progress: Progress | None = None) -> TorchBackend:
@@ -91,6 +94,7 @@ def load(spec: ShardSpec, *, progress: Progress | None = None) -> TorchBackend:
         vocab_size=shard.vocab_size,
         rollback=all(form.window is None and form.positional for form in forms),
         text_digest=text.digest if text is not None else None,
+        embeddings=source.embeddings(shard.hidden_size) if shard.is_tail else None,
     )
     return TorchBackend(shard, description, forms, text)
 
@@ -107,6 +111,7 @@ def _open(path: Path) -> _Source:
             quantisation="none",
             fill=lambda weights: load_safetensors(folder, weights),
             text=lambda context: text_of_folder(path, config, config.get_text_config().vocab_size, context),
+            embeddings=lambda width: embeddings_of_config(config.get_text_config(), width),
         )
     model = read_model(path)
     config = config_of(model)
@@ -117,6 +122,7 @@ def _open(path: Path) -> _Source:
         quantisation=quantisation_of(model),
         fill=lambda weights: load_gguf(model, weights),
         text=lambda context: text_of_gguf(model.header, config.vocab_size, context),
+        embeddings=lambda width: embeddings_of_gguf(model.header, width, width),
     )
 
 
@@ -221,7 +227,9 @@ class TorchBackend:
             return BackendOutput(hidden=tuple(_exported(tensor) for tensor in self._shard.hidden(given, cache)))
         if entry.want_output:
             return BackendOutput(logits=self._shard.logits(given, cache).numpy())
-        self._shard.hidden(given, cache)
+        (rows,) = self._shard.hidden(given, cache)
+        if entry.embed_rows:
+            return BackendOutput(embedded=rows[0, -entry.embed_rows :].float().numpy())
         return BackendOutput()
 
     def _tokens(self, entry: BackendEntry) -> torch.Tensor:

@@ -39,6 +39,7 @@ from shardline.model.channel import (
     Open,
     Outcome,
     Place,
+    PooledPrompt,
     Progress,
     Refused,
     Request,
@@ -154,8 +155,8 @@ class Worker:
     def _control(self, generator: Generator, request: Request) -> Answer:
         match request:
             case Open():
-                spec = SlotSpec(request.prompt_tokens, request.max_tokens, request.sampling, request.reuse)
-                generator.open(request.slot, spec)
+                asked = (request.prompt_tokens, request.max_tokens, request.sampling, request.reuse, request.pooling)
+                generator.open(request.slot, SlotSpec(*asked))
             case Keep():
                 generator.keep(request.slot, request.tokens)
             case Close():
@@ -189,6 +190,8 @@ class Worker:
         for buffer, (offset, size) in zip(result.hidden, place.hidden, strict=False):
             self._rows.rows_out(offset, size)[:] = memoryview(buffer).cast("B")
         token = result.token
+        if result.pooled is not None:
+            return PooledPrompt(*result.pooled)
         if token is None:
             return None
         return Sampled(token.id, token.logprob, None if token.top is None else list(token.top), token.end)

@@ -27,6 +27,7 @@ from shardline.model.channel import (
     Open,
     Outcome,
     Place,
+    PooledPrompt,
     Refused,
     Rollback,
     SharedRows,
@@ -35,7 +36,7 @@ from shardline.model.channel import (
     Tokenize,
 )
 from shardline.model.engine import BatchResult, Done, Restarts, given_up, nothing_to_make, step_limit
-from shardline.model.generation import SampledToken, StepResult
+from shardline.model.generation import Pooled, SampledToken, StepResult
 from shardline.model.worker_process import WorkerProcess, worker_environment
 from shardline.settings import Settings
 from shardline.wire.messages import EngineHealth, Grammar, StepTimes
@@ -210,7 +211,8 @@ class WorkerEngine:
         return await self._serving.ask(request, limit)
 
     async def open(self, slot: int, spec: SlotSpec) -> None:
-        await self._ask(Open(slot, spec.prompt_tokens, spec.max_tokens, spec.sampling, spec.reuse), self._step)
+        asked = Open(slot, spec.prompt_tokens, spec.max_tokens, spec.sampling, spec.reuse, spec.pooling)
+        await self._ask(asked, self._step)
 
     async def keep(self, slot: int, tokens: int) -> None:
         await self._ask(Keep(slot, tokens), self._step)
@@ -260,6 +262,8 @@ class WorkerEngine:
 def _result(outcome: Outcome, place: Place, rows: SharedRows) -> StepResult | ShardlineError:
     if isinstance(outcome, Fault):
         return outcome.error()
+    if isinstance(outcome, PooledPrompt):
+        return StepResult(pooled=Pooled(outcome.vector, outcome.pooling))
     if outcome is not None:
         top = None if outcome.top is None else tuple(outcome.top)
         return StepResult(token=SampledToken(outcome.id, outcome.logprob, top, outcome.end))

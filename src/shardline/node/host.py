@@ -27,6 +27,7 @@ from shardline.settings import Settings
 from shardline.telemetry.contained import contained
 from shardline.transport.carrier import Carrier
 from shardline.wire.messages import (
+    Embedded,
     Finished,
     HopTimes,
     OpenSession,
@@ -424,10 +425,14 @@ class ShardHost:
             self._decode_ms.append(compute_ms / rows)
         if not self._shard().is_tail:
             return
-        if outcome.token is None:
-            self.sessions.stream(slot).emit(Progress(position=slot.computed_end, times=slot.times))
-        else:
+        if outcome.token is not None:
             self._tell_token(slot, outcome.token)
+            return
+        stream = self.sessions.stream(slot)
+        stream.emit(Progress(position=slot.computed_end, times=slot.times))
+        if outcome.pooled is not None:
+            slot.finished = True
+            stream.emit(Embedded(pooling=outcome.pooled.pooling, vector=outcome.pooled.vector))
 
     def _tell_token(self, slot: Slot, token: SampledToken) -> None:
         stream = self.sessions.stream(slot)

@@ -21,6 +21,7 @@ from msgspec import structs
 from shardline.errors import ShardlineError
 from shardline.model.backend import Reuse, ShardDescription, SlotSpec
 from shardline.model.engine import Engine
+from shardline.model.pooling import pooling_of
 from shardline.node.prefixes import Kept, Match, Prefixes
 from shardline.node.slots import KvLedger, Slot
 from shardline.node.stream import SessionStream
@@ -94,13 +95,16 @@ class Sessions:
         it has, or why not. It beats from the start: a slow engine is not a silent Node."""
         if request.prefix is not None:
             check_prefix(request.prefix)
+        embed = request.embed if shard.is_tail else None
+        pooling = None if embed is None else pooling_of(shard.embeddings, embed.pooling)
         unused = self._cannot_keep(shard)
         slot, match = self._reserve(ticket, request, shard)
         sampling = request.sampling if shard.is_tail else None
-        spec = SlotSpec(prompt_tokens=request.prompt_tokens, max_tokens=request.max_tokens, sampling=sampling)
+        asked = (request.prompt_tokens, request.max_tokens, sampling)
+        spec = SlotSpec(*asked, pooling=pooling)
         slot.running = True  # the engine has it: a close in the meantime waits
         stream = self._streams[slot.key]
-        opened = Opened(node=self._node_id, kv_reserved=slot.ticket.kv_tokens)
+        opened = Opened(node=self._node_id, kv_reserved=slot.ticket.kv_tokens, pooling=pooling)
         if request.prefix is not None:
             opened = structs.replace(opened, reusable_tokens=0, unused=unused)
         self._tasks.create_task(

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from shardline.wire.embedding import Embed as Embed
+from shardline.wire.embedding import Embedded as Embedded
+from shardline.wire.embedding import Pooling as Pooling
 from shardline.wire.prefix import Prefix
 from shardline.wire.sampling import BIAS_FORCES as BIAS_FORCES
 from shardline.wire.sampling import GRAMMAR_BYTES as GRAMMAR_BYTES
@@ -358,6 +361,9 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     prefix: Prefix | None = None
     """Null: nothing is reused, and nothing kept."""
 
+    embed: Embed | None = None
+    """Null: a text is wanted. Else the vector of the prompt, and `max_tokens` is 0; only the tail reads how."""
+
 
 # One JSON object a line on the open response of `POST /v1/sessions`.
 
@@ -373,6 +379,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened", tag_field=
     was kept was lost just then)."""
     grammar: bool = False
     """From a tail that was given a grammar: its answer will keep to it."""
+    pooling: Pooling | None = None
+    """From a tail that was asked to embed: how it will."""
 
 
 class HopTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -443,7 +451,7 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed", tag_field=
     kv_released: int
 
 
-StreamEvent = Opened | Beat | Progress | Token | Text | Finished | Failed | Closed
+StreamEvent = Opened | Beat | Progress | Token | Embedded | Text | Finished | Failed | Closed
 
 
 class Beats(msgspec.Struct, frozen=True, kw_only=True):

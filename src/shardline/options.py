@@ -62,6 +62,13 @@ class Announce(Protocol):
     def __call__(self, phase: StartPhase, /, **facts: str | int) -> None: ...
 
 
+class LogReader(Protocol):
+    """The last lines of the log of this process (`LogLines` of wire/messages.py): those behind number `after` of the
+    process `boot`."""
+
+    def __call__(self, boot: str, after: int) -> object: ...
+
+
 def unannounced(phase: StartPhase, /, **facts: str | int) -> None:
     """For a role that nobody watches."""
 
@@ -165,6 +172,40 @@ class NodeOptions:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of this process; the engine's worker gets the few of them that engines need."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)
+    log_lines: LogReader | None = field(default=None, repr=False, compare=False)
+    """What Gateways may read of its log; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompositeOptions:
+    """`shardline node --upstream URL`: a Node whose engine is another server of OpenAI's API."""
+
+    settings: Settings
+    tracker_url: str
+    upstream: str
+    """Base URL of that API."""
+    model: str
+    """Its name there, and here."""
+    host: str
+    port: int
+    credential: str = field(repr=False)
+    state_dir: Path
+    upstream_key: str | None = field(default=None, repr=False)
+    upstream_ca: Path | None = None
+    """Certificates (PEM) that an https upstream is verified by; None: the system's."""
+    upstream_fields: frozenset[str] = frozenset()
+    """What it does beside OpenAI's own fields."""
+    places: int = 8
+    """Sessions at a time."""
+    context_length: int | None = None
+    """None: as the upstream says."""
+    advertise_url: str | None = None
+    join: str | None = field(default=None, repr=False)
+    identity_path: Path | None = None
+    insecure_plain_http: bool = False
+    announce: Announce = field(default=unannounced, repr=False, compare=False)
+    log_lines: LogReader | None = field(default=None, repr=False, compare=False)
+    """What Gateways may read of its log; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,3 +236,5 @@ class SeederOptions:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of this process; that of BitTorrent gets the few of them that it needs."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)
+    log_lines: LogReader | None = field(default=None, repr=False, compare=False)
+    """What Gateways may read of its log; None: nothing."""

@@ -18,6 +18,7 @@ from shardline.gateway.sse import EventResponse
 from shardline.settings import Settings
 from shardline.telemetry.records import Records
 from tests.gateway.test_cluster_view import Answers
+from tests.gateway.test_node_logs import Nodes
 
 Event = tuple[str, Any]
 
@@ -58,10 +59,12 @@ class Stand:
         self.settings = Settings(client_stall_s=0.2)
         self.records = Records(self.settings)
         self.answers = Answers()
+        self.nodes = Nodes("n-1")
         self.keys: dict[str, ApiKey] = {}
         self.live = Live(
             records=self.records,
             cluster=ClusterView(self.answers, self.answers.models),
+            logs=self.nodes.logs,
             settings=self.settings,
             version="1",
             gateway="g-1",
@@ -143,8 +146,17 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     assert caught.value.code == "slow_client"
 
 
+async def test_log_lines_come_once_and_to_whoever_may_look() -> None:
+    stand = Stand()
+    stand.nodes.write("n-1", "one", "two")
+    async with stand.reading("mine") as reader:
+        (event,) = await reader.until("log")
+    assert event["node"] == "n-1" and [line["text"] for line in event["lines"]] == ["one", "two"]
+
+
 async def test_a_key_without_the_scope_sees_models_and_its_own_sessions() -> None:
     stand = Stand()
+    stand.nodes.write("n-1", "not for everybody")
     stand.keys["mine"] = ApiKey(name="mine", digest="", scopes=("generate",))
     async with stand.reading("mine") as reader:
         (hello,) = await reader.until("hello")

@@ -202,6 +202,15 @@ async def test_the_width_of_a_phone(browser: Any, cluster: Cluster, tmp_path: Pa
             widths = "[document.documentElement.scrollWidth, document.getElementById('main').scrollWidth]"
             assert await tab.page.evaluate(widths) == [375, 375], view
             await picture(tab, tmp_path, f"phone-{view}")
+        await tab.open()
+        await tab.ask("endless")
+        await tab.phase("decode")
+        await tab.page.wait_for_selector(".message.streaming .prose")
+        # The route above has grown meanwhile: the answer is in view all the same.
+        in_view = "document.querySelector('.message.streaming .prose').getBoundingClientRect().top < innerHeight - 150"
+        await tab.page.wait_for_function(in_view, timeout=3000)
+        await picture(tab, tmp_path, "phone-answer")
+        await tab.page.click("#stop")
         assert tab.faults == []
 
 
@@ -289,3 +298,67 @@ async def test_nobody_looks_and_nobody_asks(browser: Any, tmp_path: Path) -> Non
             return not [c for c in ours if c.laddr and c.laddr.port == int(cluster.gateway.url.rsplit(":", 1)[1])]
 
         await until(none_open, 10)
+
+
+async def test_the_log_of_a_node_stays_when_it_is_killed(browser: Any, tmp_path: Path) -> None:
+    settings = {"tracker_expiry_s": 2}
+    async with scripted_cluster(tmp_path, layers=LAYERS, script=SCRIPT, settings=settings) as cluster:
+        node = cluster.nodes[1].facts["node"]
+        card = f".card:has(code[title='{node}'])"
+        async with visit(browser, cluster.gateway.url) as tab:
+            await tab.open("cluster")
+            await tab.page.click(f"{card} .log-head button")
+            await tab.page.wait_for_selector(f"{card} .log-lines")
+            assert "shard_state state=ready" in await tab.text(f"{card} .log-lines")
+            before = await tab.text(f"{card} .log-lines")
+            at_end = "(list) => list.scrollHeight - list.scrollTop - list.clientHeight < 2"
+            assert await tab.page.locator(f"{card} .log-lines").evaluate(at_end)
+            cluster.nodes[1].signal(signal.SIGKILL)
+            await tab.page.wait_for_selector(f"{card}.bad")
+            await picture(tab, tmp_path, "log-of-a-dead-node")
+            assert before in await tab.text(f"{card} .log-lines")
+            await tab.page.reload()
+            await tab.page.click(f"{card} .log-head button")
+            assert before in await tab.text(f"{card} .log-lines")
+            assert tab.faults == []
+
+
+async def test_what_the_next_machine_would_change(browser: Any, cluster: Cluster) -> None:
+    """The view's arithmetic with given numbers, and its words with those of the cluster."""
+    async with visit(browser, cluster.gateway.url) as tab:
+        await tab.open("join")
+        await tab.page.wait_for_selector(".outlook .figure")
+        words = await tab.text(".outlook")
+        assert "does not make one answer faster" in words and "a copy of layers" in words
+        assert "With memory for all 30 layers" in words
+        ask = "(group) => import('/page/expected.js').then((module) => module.expected(group))"
+
+        async def expected(**more: Any) -> Any:
+            return await tab.page.evaluate(ask, {**GROUP, **more})
+
+        found = await expected()
+        assert (found["kind"], found["range"], found["now"], found["one"]) == ("copy", [5, 10], 20, 20)
+        assert found["all"] == pytest.approx([1000 / 30, 1000 / 30 + 1000 / 20]) and found["whole"] == 25
+        unlinked = {**GROUP["routes"][0], "edges": [{"ms": 5, "measured": True}, {"ms": 5, "measured": False}]}
+        assert (await expected(routes=[unlinked]))["now"] is None
+        guessed = [{**shard, "measured": False} for shard in GROUP["shards"]]
+        assert await expected(shards=guessed) == {**found, "now": None, "one": None, "all": None, "whole": None}
+        gap = await expected(shards=GROUP["shards"][:1], missing=[[5, 10]])
+        # 10 ms measured, 10 ms assumed at 2 ms a layer, two hops of 5 ms.
+        assert (gap["kind"], gap["range"], gap["one"], gap["whole"]) == ("gap", [5, 10], 1000 / 30, 50)
+        assert (await expected(shards=GROUP["shards"][:1], missing=[[5, 10]], routes=[]))["one"] is None
+        assert tab.faults == []
+
+
+GROUP: dict[str, Any] = {
+    "n_layers": 10,
+    "missing": [],
+    "shards": [
+        {"node": "a", "layers": [0, 5], "usable": True, "measured": True, "decode_ms": 10},
+        {"node": "b", "layers": [5, 10], "usable": True, "measured": True, "decode_ms": 30},
+        {"node": "c", "layers": [0, 5], "usable": False, "measured": True, "decode_ms": 1},
+    ],
+    "routes": [
+        {"nodes": ["a", "b"], "taken": True, "estimate_ms": 50, "edges": [{"ms": 5, "measured": True}] * 2},
+    ],
+}

@@ -6,6 +6,7 @@ They parse, build the options of the role, and call its `run`. Shown by tests/cl
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -386,7 +387,8 @@ def run_role(
 
     announcer = Announcer(name, supervised=invocation.supervised)
     tracker_url: str | None = None
-    configure_logs(role=name, style=configuration.places.log_format, level=configuration.places.log_level)
+    places, tail = configuration.places, LogTail()
+    configure_logs(role=name, style=places.log_format, level=places.log_level, tail=tail)
     try:
         built = options(announcer)
         tracker_url = None if isinstance(built, TrackerOptions) else built.tracker_url
@@ -397,3 +399,6 @@ def run_role(
         error = for_a_person(flagged(fault), "Tracker", tracker_url)
         announcer.failed(error)
         raise error from fault
+    from shardline.telemetry.log_tail import LogTail
+        if isinstance(built, (NodeOptions, SeederOptions)):
+            built = replace(built, log_lines=tail.since)

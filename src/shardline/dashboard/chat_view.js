@@ -245,9 +245,13 @@ export function followAnswer() {
   if (follows) for (const id of ["talk", "main"]) document.getElementById(id)?.scrollTo({ top: 1e9 });
 }
 export function watchScroll(main) {
+  let top = 0;
   const look = ({ target }) => {
     if (target !== main && target.id !== "talk") return;
-    follows = target.scrollHeight - target.scrollTop - target.clientHeight < 32;
+    // Text may have come since it was scrolled: not being at the end does not mean that the reader left it.
+    const wentUp = target.scrollTop < top;
+    top = target.scrollTop;
+    follows = target.scrollHeight - target.scrollTop - target.clientHeight < 32 || (follows && !wentUp);
   };
   main.addEventListener("scroll", look, { capture: true, passive: true });
 }

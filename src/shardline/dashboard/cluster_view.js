@@ -3,6 +3,7 @@
 
 import { h } from "./dom.js";
 import { bytes, count, counted, layers, machine, ms, percent, rate, seconds, share } from "./format.js";
+import { isLogOpen, logView } from "./log_view.js";
 import { meter, nodeName, pill } from "./parts.js";
 import { isLive, isOld, may, now, state } from "./store.js";
 
@@ -26,7 +27,7 @@ function all() {
     { class: isOld() ? "old" : "", key: "all" },
     summary(models ?? [], nodes),
     panel("layers", "Layers", layerMaps(models ?? [], nodes)),
-    panel("nodes", "Nodes", nodeCards(nodes)),
+    panel("nodes", "Nodes", [nodeCards(nodes), goneLogs(nodes)]),
     panel("reach", "Who reaches whom", reach(nodes)),
     panel("artifacts", "Model Artifacts", artifactViews(artifacts)),
     panel("why", "Why this route", why),
@@ -149,6 +150,14 @@ function inOrder(nodes) {
   return nodes.toSorted((a, b) => first(a) - first(b) || a.id.localeCompare(b.id));
 }
 
+/** Logs of Nodes that the Tracker does not list any more. */
+function goneLogs(nodes) {
+  const listed = new Set(nodes.map((node) => node.id));
+  const gone = [...state.logs.keys()].filter((id) => !listed.has(id));
+  if (!gone.length) return null;
+  return h("ul", { class: "cards gone", key: "gone", "aria-label": "Nodes that are no longer listed" }, gone.map((id) => h("li", { class: `card quiet${isLogOpen(id) ? " wide" : ""}`, key: id }, h("div", { class: "card-head" }, h("code", { class: "node", title: id }, id), pill("quiet", "no longer listed")), logView(id))));
+}
+
 function nodeCard(node) {
   const shard = node.shards?.[0];
   const [shownState, reason] = stateOf(node, shard);
@@ -156,16 +165,18 @@ function nodeCard(node) {
   const seeds = engine?.backend === "none";
   return h(
     "li",
-    { class: `card ${KIND[shownState] ?? "quiet"}`, key: node.id },
+    { class: `card ${KIND[shownState] ?? "quiet"}${isLogOpen(node.id) ? " wide" : ""}`, key: node.id },
     h("div", { class: "card-head" }, h("code", { class: "node", title: node.id }, node.id), pill(KIND[shownState] ?? "quiet", shownState, reason)),
     reason && h("p", { class: "reason" }, reason),
     h("p", { class: "dim" }, [machine(node.host), (node.url ?? "").replace(/^https?:\/\/([^/@]*@)?/, ""), `heard ${seconds(node.last_seen_s)} ago`, kv?.sessions ? counted(kv.sessions, "session") : ""].filter(Boolean).join(" · ")),
-    h("p", {}, seeds ? "Seeder: computes nothing, gives pieces of models to Nodes." : shard ? `${shard.model}, layers ${layers([shard.first, shard.last])} of ${shard.n_layers}` : "no layers yet"),
+    h("p", {}, seeds ? "Seeder: computes nothing, gives pieces of models to Nodes." : shard ? [h("strong", {}, `layers ${layers([shard.first, shard.last])}`), ` of ${shard.n_layers}`] : "no layers yet"),
+    shard && h("p", { class: "dim one-line", title: shard.model }, shard.model),
     !seeds && h("p", { class: "dim" }, h("code", {}, engine?.engine_class), ` on ${engine?.device ?? "?"}, ${counted(engine?.threads ?? 0, "thread")}`, health?.restarts ? `, engine restarted ${counted(health.restarts, "time")}` : ""),
     meter("Memory", node.memory_bytes, [["fill", node.rss_bytes, "this Node"]], `${bytes(node.rss_bytes)} of the machine's ${bytes(node.memory_bytes)}`),
     !seeds && kv && kvMeter(kv),
     shard?.times && h("p", { class: "dim" }, `${ms(shard.times.decode_ms)} a token, ${ms(shard.times.prefill_ms_per_row)} a token of a prompt`),
     h("p", { class: "dim" }, `version ${node.version}`),
+    logView(node.id),
   );
 }
 

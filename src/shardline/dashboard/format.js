@@ -42,4 +42,6 @@ export const layers = (range) => `${range[0]}:${range[1]}`;
 export const short = (id) => (id && id.length > 10 ? id.slice(0, 8) : (id ?? "–"));
 /** A host name without the machine id behind it. */
 export const machine = (host) => (host ?? "").split("/")[0];
+/** Of the same width everywhere: for columns. */
+export const clock24 = (unix) => new Date(unix * 1000).toLocaleTimeString("en", { hourCycle: "h23" });
 export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });

@@ -1,19 +1,61 @@
 // The view Join: the exact command for the next machine, for the cluster as it is.
 
 import { h } from "./dom.js";
-import { layers } from "./format.js";
+import { expected } from "./expected.js";
+import { layers, rate } from "./format.js";
 import { copyButton } from "./parts.js";
-import { changed, state } from "./store.js";
+import { may, state } from "./store.js";
 
 export function joinView() {
   const joining = state.hello?.joining;
-  return [h("h1", { key: "title" }, "Join"), h("div", { key: "all", class: "join" }, joining ? [lacks(), joining.keys ? withKeys(joining) : withoutKeys(joining)] : h("p", { class: "empty" }, "Asking the Gateway …"))];
+  return [h("h1", { key: "title" }, "Join"), h("div", { key: "all", class: "join" }, joining ? [lacks(), outlook(), joining.keys ? withKeys(joining) : withoutKeys(joining)] : h("p", { class: "empty" }, "Asking the Gateway …"))];
 }
 
 function lacks() {
   const gaps = (state.cluster.models ?? []).filter((model) => model.missing.length);
-  if (!gaps.length) return h("p", {}, "Every model that is served is whole. One more Node takes layers that make a second way, or a shorter one: the Tracker chooses them.");
+  if (!gaps.length) return h("p", {}, "Every model that is served is whole. The Tracker chooses what one more Node takes.");
   return h("p", { class: "notice bad" }, gaps.map((model) => `${model.model} lacks layers ${model.missing.map(layers).join(", ")}. `), "The Tracker gives them to the next Node that has room.");
+}
+
+/** What the next machine would change, for each model and engine class. */
+function outlook() {
+  const groups = (state.cluster.routes ?? []).flatMap((explained) => explained.groups).filter((group) => group.shards.length);
+  if (!may("look") || !groups.length) return null;
+  return h(
+    "section",
+    { class: "panel outlook", key: "outlook", "aria-labelledby": "h-outlook" },
+    h("h2", { id: "h-outlook" }, "What it would change"),
+    groups.map((group) => outlookOf(group, groups.length > 1)),
+    h("p", { class: "dim" }, "Computed, not promised: from the measured step times of the Nodes that are here and the measured round trips, for a machine as fast as they are on average. A dash: nobody has measured it yet."),
+  );
+}
+
+function outlookOf(group, named) {
+  const found = expected(group);
+  const figure = (name, value, note) => h("div", { class: "figure" }, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "note" }, note));
+  return h(
+    "div",
+    { class: "why", key: `${group.content_id}|${group.engine_class}` },
+    h("h3", { class: "one-line", title: group.model }, group.model),
+    named && h("p", { class: "dim" }, h("code", {}, group.engine_class)),
+    h("p", {}, outlookWords(found, group)),
+    h(
+      "dl",
+      { class: "figures" },
+      found.kind === "gap" && figure("one answer, now", "none", "layers are missing"),
+      found.kind === "copy" && figure("one answer, now", rate(found.now), "tokens/s"),
+      figure("one answer, with it", rate(found.one), found.kind === "gap" ? "tokens/s, once no layer is missing" : "tokens/s"),
+      found.kind === "copy" && figure("all answers together", found.all ? `${rate(found.all[0])} → ${rate(found.all[1])}` : "–", "tokens/s, without what batching adds"),
+    ),
+  );
+}
+
+function outlookWords({ kind, range, now, whole }, group) {
+  if (kind === "gap") return `It would get layers ${layers(range)}, as far as its memory reaches. Without them there is no answer at all.`;
+  const alone = group.routes.some((route) => route.nodes.length === 1);
+  const copy = range ? ` It would get a copy of layers ${layers(range)}, if its memory holds them: another way for further answers, and one that is left when a Node is lost.` : "";
+  const shorter = !alone && whole !== null && now !== null && whole > now ? ` With memory for all ${group.n_layers} layers it would be a route by itself, without a hop: one answer at about ${rate(whole)} tokens/s.` : "";
+  return [h("strong", {}, "It does not make one answer faster:"), ` each token still passes every layer in order.${copy}${shorter}`];
 }
 
 const offered = () => (state.cluster.artifacts ?? []).filter((artifact) => artifact.offered);

@@ -1,6 +1,7 @@
 // What the page knows: the link to the Gateway, the sessions, the cluster. Filled by live.js, read by the views.
 
 const SAMPLES = 1200;
+const LOG_LINES = 200;
 
 export const state = {
   link: { state: "connecting", error: null },
@@ -11,6 +12,8 @@ export const state = {
   /** Session id -> [[seconds since it began, tokens/s]] */
   samples: new Map(),
   /** models, nodes, artifacts, routes, tracker: as the Tracker said them last. */
+  /** Node id -> its last log lines [{ n, time, level, text }], also of Nodes that are gone. */
+  logs: new Map(),
   cluster: { models: null, nodes: null, artifacts: null, routes: null, tracker: null },
 };
 
@@ -35,8 +38,11 @@ export function take(name, value) {
     state.hello = value;
     state.ahead = value.time - Date.now() / 1000;
     state.sessions.clear(); // all of them follow
+    state.logs.clear();
   } else if (name === "sessions") {
     for (const session of value) takeSession(session);
+  } else if (name === "log") {
+    state.logs.set(value.node, [...(state.logs.get(value.node) ?? []), ...value.lines].slice(-LOG_LINES));
   } else {
     state.cluster[name] = value;
     if (name === "tracker") forget();

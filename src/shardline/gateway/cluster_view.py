@@ -27,6 +27,7 @@ _NODE_FIELDS = (
     *("id", "version", "url", "host", "memory_bytes", "rss_bytes", "engine", "health", "shards", "kv", "queue_bytes"),
     *("state", "reason", "last_seen_s", "peers", "artifacts"),
 )
+_GONE = frozenset({"left", "expired", "expelled"})
 _OF_NODES_ONLY = frozenset({"text_nodes", "head_nodes"})
 """What is said of a model for the Gateway's own use."""
 _encoder = msgspec.json.Encoder()
@@ -68,6 +69,8 @@ class ClusterView:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._names: list[str] = []
+        self.node_urls: dict[str, str] = {}
+        """Of the Nodes that live, as the Tracker has dialled them when it was last asked."""
         self._failure: ShardlineError | None = None
         self._answered = 0.0
         """Unix seconds of the last round in which the Tracker answered all."""
@@ -117,6 +120,11 @@ class ClusterView:
 
     async def _nodes(self) -> list[dict[str, Any]]:
         listed = (await self._tracker.nodes()).get("nodes") or []
+        self.node_urls = {
+            node["id"]: node["dialled_url"]
+            for node in listed
+            if node.get("dialled_url") and node.get("state") not in _GONE
+        }
         return [{name: node.get(name) for name in _NODE_FIELDS} for node in listed]
 
     async def _artifacts(self) -> Any:

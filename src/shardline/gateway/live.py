@@ -1,8 +1,9 @@
 """`GET /v1/live`: all that the page shows, as one stream of server-sent events, so that it needs one connection.
 
 Owns which event is sent when: `hello` once, then `sessions` of the key that asks, and the parts of the cluster that it
-may see (cluster_view.py), each whole and only when it has changed. Every event replaces what an earlier one said, so
-that a reader that comes anew has missed nothing. Shown by tests/gateway/test_live.py; described in docs/page.md.
+may see (cluster_view.py), each whole and only when it has changed. Every event replaces what an earlier one said, but
+`log`, which brings the lines that are new (node_logs.py): all of them to a reader that comes anew. Shown by
+tests/gateway/test_live.py; described in docs/page.md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shardline.errors import ShardlineError
 from shardline.gateway import sse
 from shardline.gateway.cluster_view import FRESH_S, ClusterView
 from shardline.gateway.keys import ApiKey
+from shardline.gateway.node_logs import NodeLogs
 from shardline.settings import Settings
 from shardline.telemetry.records import Records
 
@@ -67,6 +69,7 @@ class Live:
         *,
         records: Records,
         cluster: ClusterView,
+        logs: NodeLogs,
         settings: Settings,
         version: str,
         gateway: str,
@@ -74,6 +77,7 @@ class Live:
     ) -> None:
         self._records = records
         self._cluster = cluster
+        self._logs = logs
         self._settings = settings
         self._version = version
         self._gateway = gateway
@@ -94,6 +98,7 @@ class Live:
             followers = [
                 tasks.create_task(self._sessions(known.name, response)),
                 tasks.create_task(self._parts(key, response)),
+                tasks.create_task(self._log_lines(key, response)),
             ]
             await self._closed.wait()
             for follower in followers:
@@ -137,6 +142,16 @@ class Live:
                     await response.write(sse.named(name, body))
                     sent[name] = body
             await asyncio.sleep(max(PAUSE_S, FRESH_S - (loop.time() - begun)))
+
+    async def _log_lines(self, key: Callable[[], ApiKey], response: sse.EventResponse) -> None:
+        """Apart from the parts: a Node that does not answer must not keep them back."""
+        seen: dict[str, int] = {}
+        while True:
+            if "look" in key().scopes:
+                await self._logs.look()
+                for event in self._logs.news(seen):
+                    await response.write(sse.named("log", event))
+            await asyncio.sleep(FRESH_S)
 
 
 def _of_sessions(views: list[dict[str, Any]]) -> bytes:

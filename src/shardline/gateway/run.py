@@ -26,6 +26,7 @@ from shardline.gateway.keys import ApiKeys
 from shardline.gateway.live import Joining, Live
 from shardline.gateway.metrics import GatewayMetrics
 from shardline.gateway.template import Templates
+from shardline.gateway.node_logs import NodeLogs
 from shardline.gateway.text import TextStore
 from shardline.options import GatewayOptions
 from shardline.telemetry.records import Records
@@ -103,7 +104,7 @@ async def _run(
                 settings=settings,
                 metrics=metrics,
             )
-            live = _live(options, records, tracker, generations, joining=_joining(options, clients))
+            live = _live(options, records, tracker, client, generations, joining=_joining(options, clients))
             app = GatewayApp(
                 completions=Completions(generations, texts, templates, settings),
                 generations=generations,
@@ -140,11 +141,14 @@ def _live(
     tracker: TrackerClient,
     generations: RouteGenerations,
     *,
+    client: HttpClient,
     joining: Joining,
 ) -> Live:
     return Live(
         records=records,
-        cluster=ClusterView(tracker, generations.models),
+    cluster = ClusterView(tracker, generations.models)
+        cluster=cluster,
+        logs=NodeLogs(client, lambda: cluster.node_urls),
         settings=options.settings,
         version=shardline.__version__,
         gateway=generations.gateway_id,

@@ -25,6 +25,7 @@ from shardline.node.host import ShardHost
 from shardline.node.info import Identity
 from shardline.node.stream import SessionStream
 from shardline.node.tickets import TicketGate
+from shardline.options import LogReader
 from shardline.settings import PROTOCOL, Settings
 from shardline.transport.bodies import read_body, read_json, send_body, send_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, has_credential
@@ -39,7 +40,9 @@ log = structlog.get_logger(__name__)
 _ack_encoder = msgspec.json.Encoder()
 _NONCE = re.compile(r"[A-Za-z0-9_-]{8,128}")
 _KEY = re.compile(r"[0-9a-f]{32}")
-_OF_GATEWAYS = ("/v1/sessions", "/v1/beats", "/v1/tokenize", "/v1/text/")
+_BOOT = re.compile(r"[0-9a-f]{0,32}")
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_OF_GATEWAYS = ("/v1/sessions", "/v1/beats", "/v1/tokenize", "/v1/text/", "/v1/log")
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -57,8 +60,10 @@ class NodeApp:
         ticket_key: Callable[[], bytes | None],
         expelled: Callable[[], frozenset[str]] = frozenset,
         door: ArtifactDoor | None = None,
+        log_lines: LogReader | None = None,
     ) -> None:
-        """`door`: to the pieces of Model Artifacts that this Node gives away."""
+        """`door`: to the pieces of Model Artifacts that this Node gives away. `log_lines`: of its own log."""
+        self._log_lines = log_lines
         self._door = door
         self._host = host
         self._identity = identity
@@ -75,6 +80,7 @@ class NodeApp:
             ("POST", "/v1/beats"): self._beats,
             ("POST", "/v1/tokenize"): self._tokenize,
             ("GET", "/v1/node"): self._node,
+            ("GET", "/v1/log"): self._log,
             ("GET", "/healthz"): self._healthz,
             ("GET", "/metrics"): self._show_metrics,
         }
@@ -149,6 +155,9 @@ class NodeApp:
         self._host.sessions.beat(beats.gateway)
         await send_json(send, {})
 
+    async def _log(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await tell_log(scope, send, self._log_lines)
+
     async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await read_json(receive, scope, TokenizeRequest, self._settings.api_body_bytes)
         description = self._host.description
@@ -216,6 +225,17 @@ class StepsLane:
 
     def __init__(self, host: ShardHost, credential: str, limit: int) -> None:
         self.limit = limit
+async def tell_log(scope: Scope, send: Send, log_lines: LogReader | None) -> None:
+    """`GET /v1/log?boot=B&after=N`: the last lines of this process's log."""
+    if log_lines is None:
+        raise ShardlineError("not_found", "this process keeps no lines of its log")
+    query = parse_qs(scope["query_string"].decode("latin-1"))
+    boot, after = query.get("boot", [""])[0], query.get("after", ["0"])[0]
+    if not (_BOOT.fullmatch(boot) and _NUMBER.fullmatch(after)):
+        raise ShardlineError("invalid_value", "boot has at most 32 hex digits, after is a number", param="after")
+    await send_json(send, log_lines(boot, int(after)))
+
+
         self._host = host
         self._authorization = b"Bearer " + credential.encode("latin-1")
         self._protocol = str(PROTOCOL).encode()

@@ -271,6 +271,7 @@ class _Node:
             expelled=lambda: presence.expelled,
             door=self._door,
         )
+            log_lines=options.log_lines,
         host.on_change = lambda: self._state_changed(host, presence)
         self._engine.on_progress = self._loading
         tls = None if self._membership is None else self._membership.tls.server()

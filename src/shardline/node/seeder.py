@@ -29,14 +29,14 @@ from shardline.artifact.bundle import TrustPolicy, load_bundle
 from shardline.artifact.signing import read_public_key
 from shardline.artifact.store import Store, StoredArtifact
 from shardline.errors import ShardlineError
-from shardline.node.app import check_party, is_open, tell_node
+from shardline.node.app import check_party, is_open, tell_log, tell_node
 from shardline.node.artifact_advertiser import Advertised, Advertiser
 from shardline.node.artifact_door import ArtifactDoor
 from shardline.node.artifact_scrub import scrub_often
 from shardline.node.info import Identity, host_id
 from shardline.node.presence import Presence
 from shardline.node.swarm import Swarm
-from shardline.options import SeederOptions
+from shardline.options import LogReader, SeederOptions
 from shardline.settings import PROTOCOL, Settings
 from shardline.transport.addresses import advertised_url, reachable_address, split_url
 from shardline.transport.authority import AUTHORITY_FILE, Authority
@@ -212,7 +212,7 @@ async def _serve(
         artifacts=[Advertised(artifact) for artifact in artifacts],
         bittorrent_port=lambda: swarm.port,
     )
-    app = seeder_app(identity, settings, options.credential, door, lambda: presence.expelled)
+    app = seeder_app(identity, settings, options.credential, door, lambda: presence.expelled, options.log_lines)
     tls = None if member is None else member.tls.server()
     server = HttpServer(app, sock=sock, settings=settings, lifespan="off", tls=tls)
     await server.start()
@@ -258,6 +258,7 @@ def seeder_app(
     credential: str,
     door: ArtifactDoor,
     expelled: Callable[[], frozenset[str]],
+    log_lines: LogReader | None = None,
 ) -> ASGIApp:
     """What a seeder answers: who it is, that it lives, pieces, and blocks of them."""
 
@@ -268,12 +269,14 @@ def seeder_app(
         check_party(scope, path, expelled())
         if door.leads(path):
             await door(scope, receive, send)
-        elif path not in ("/v1/node", "/healthz"):
+        elif path not in ("/v1/node", "/v1/log", "/healthz"):
             raise ShardlineError("not_found", "nothing is served at this path")
         elif scope["method"] != "GET":
             raise ShardlineError("method_not_allowed", f"{path} does not have {scope['method'][:20]}")
         elif path == "/v1/node":
             await tell_node(scope, send, identity, credential, lambda: seeder_info(identity, settings))
+        elif path == "/v1/log":
+            await tell_log(scope, send, log_lines)
         else:
             await send_json(send, {"state": "ready"})
 

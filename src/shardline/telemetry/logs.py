@@ -13,6 +13,8 @@ from typing import Any, Literal, TextIO
 
 import structlog
 
+from shardline.telemetry.log_tail import LogTail, tail_formatter
+
 LogStyle = Literal["auto", "console", "json"]
 
 HIDDEN = "[hidden]"
@@ -36,11 +38,18 @@ def hide(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMa
     return event
 
 
-def configure_logs(*, role: str, style: LogStyle = "auto", level: str = "info", stream: TextIO | None = None) -> None:
+def configure_logs(
+    *,
+    role: str,
+    style: LogStyle = "auto",
+    level: str = "info",
+    stream: TextIO | None = None,
+    tail: LogTail | None = None,
+) -> None:
     """Every logger of the process writes to `stream` (stderr) from now on. Call once, in the command.
 
     `auto` is console lines where the stream is a terminal, JSON elsewhere. Lines of libraries (uvicorn, asyncio) take
-    the same way from `warning` upwards.
+    the same way from `warning` upwards. `tail` keeps the last lines of Shardline's own loggers.
     """
     out = sys.stderr if stream is None else stream
     as_json = style == "json" or (style == "auto" and not out.isatty())
@@ -61,17 +70,21 @@ def configure_logs(*, role: str, style: LogStyle = "auto", level: str = "info", 
             exception_formatter=structlog.dev.plain_traceback,
         )
     )
-    tail: list[Any] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    ending: list[Any] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if as_json:
-        tail.append(structlog.processors.format_exc_info)
+        ending.append(structlog.processors.format_exc_info)
     handler = logging.StreamHandler(out)
     # Lines of the standard library bring their keys as `extra`.
     foreign = [structlog.stdlib.ExtraAdder(), *shared]
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=foreign, processors=[*tail, renderer]))
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=foreign, processors=[*ending, renderer]))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("shardline").setLevel(level.upper())
+    ours = logging.getLogger("shardline")
+    ours.setLevel(level.upper())
+    ours.handlers[:] = [] if tail is None else [tail]
+    if tail is not None:
+        tail.setFormatter(tail_formatter(foreign))
     structlog.configure(
         processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),

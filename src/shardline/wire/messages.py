@@ -485,6 +485,30 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
     """All that a Gateway must know of a model to turn tokens into text, as MessagePack; its SHA-256 names it."""
+LOG_LINES = 200
+"""So many of its last log lines does a Node keep for others."""
+LOG_CHARS = 400
+"""The longest of them; what was longer is cut."""
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    n: int
+    """Counted from 1 since the process began."""
+    time: float
+    """Unix seconds."""
+    level: str
+    text: str
+    """One line of printable characters."""
+
+
+class LogLines(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/log?boot=B&after=N` of a Node: its last log lines, those behind N where B is still the same process."""
+
+    boot: str
+    """Of this process alone: another one counts from 1 again."""
+    lines: list[LogLine]
+
+
 
     pieces: list[bytes]
     """The bytes of every token id (special tokens: their text)."""

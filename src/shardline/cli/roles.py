@@ -383,6 +383,7 @@ def run_role(
     from shardline.cli.client import for_a_person
     from shardline.cli.flags import flagged
     from shardline.cli.process import Announcer, run_until_signal
+    from shardline.telemetry.log_tail import LogTail
     from shardline.telemetry.logs import configure_logs
 
     announcer = Announcer(name, supervised=invocation.supervised)
@@ -391,6 +392,8 @@ def run_role(
     configure_logs(role=name, style=places.log_format, level=places.log_level, tail=tail)
     try:
         built = options(announcer)
+        if isinstance(built, (NodeOptions, SeederOptions)):
+            built = replace(built, log_lines=tail.since)
         tracker_url = None if isinstance(built, TrackerOptions) else built.tracker_url
         run_until_signal(run(built), drain_s=configuration.settings.drain_s, lifeline=invocation.supervised)
         announcer.ended()
@@ -399,6 +402,3 @@ def run_role(
         error = for_a_person(flagged(fault), "Tracker", tracker_url)
         announcer.failed(error)
         raise error from fault
-    from shardline.telemetry.log_tail import LogTail
-        if isinstance(built, (NodeOptions, SeederOptions)):
-            built = replace(built, log_lines=tail.since)

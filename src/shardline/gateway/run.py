@@ -25,8 +25,8 @@ from shardline.gateway.generate import RouteGenerations
 from shardline.gateway.keys import ApiKeys
 from shardline.gateway.live import Joining, Live
 from shardline.gateway.metrics import GatewayMetrics
-from shardline.gateway.template import Templates
 from shardline.gateway.node_logs import NodeLogs
+from shardline.gateway.template import Templates
 from shardline.gateway.text import TextStore
 from shardline.options import GatewayOptions
 from shardline.telemetry.records import Records
@@ -139,14 +139,14 @@ def _live(
     options: GatewayOptions,
     records: Records,
     tracker: TrackerClient,
+    client: HttpClient,
     generations: RouteGenerations,
     *,
-    client: HttpClient,
     joining: Joining,
 ) -> Live:
+    cluster = ClusterView(tracker, generations.models)
     return Live(
         records=records,
-    cluster = ClusterView(tracker, generations.models)
         cluster=cluster,
         logs=NodeLogs(client, lambda: cluster.node_urls),
         settings=options.settings,

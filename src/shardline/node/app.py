@@ -155,9 +155,6 @@ class NodeApp:
         self._host.sessions.beat(beats.gateway)
         await send_json(send, {})
 
-    async def _log(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await tell_log(scope, send, self._log_lines)
-
     async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await read_json(receive, scope, TokenizeRequest, self._settings.api_body_bytes)
         description = self._host.description
@@ -179,6 +176,9 @@ class NodeApp:
 
     async def _node(self, scope: Scope, receive: Receive, send: Send) -> None:
         await tell_node(scope, send, self._identity, self._credential, self._info)
+
+    async def _log(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await tell_log(scope, send, self._log_lines)
 
     async def _healthz(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"state": self._host.state})
@@ -218,13 +218,6 @@ async def tell_node(
     await send_json(send, info())
 
 
-class StepsLane:
-    """`POST /v1/steps`, answered from within the socket's read. Implements `DirectLane`."""
-
-    path = b"/v1/steps"
-
-    def __init__(self, host: ShardHost, credential: str, limit: int) -> None:
-        self.limit = limit
 async def tell_log(scope: Scope, send: Send, log_lines: LogReader | None) -> None:
     """`GET /v1/log?boot=B&after=N`: the last lines of this process's log."""
     if log_lines is None:
@@ -236,6 +229,13 @@ async def tell_log(scope: Scope, send: Send, log_lines: LogReader | None) -> Non
     await send_json(send, log_lines(boot, int(after)))
 
 
+class StepsLane:
+    """`POST /v1/steps`, answered from within the socket's read. Implements `DirectLane`."""
+
+    path = b"/v1/steps"
+
+    def __init__(self, host: ShardHost, credential: str, limit: int) -> None:
+        self.limit = limit
         self._host = host
         self._authorization = b"Bearer " + credential.encode("latin-1")
         self._protocol = str(PROTOCOL).encode()

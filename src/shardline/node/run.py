@@ -270,8 +270,8 @@ class _Node:
             ticket_key=lambda: presence.ticket_key,
             expelled=lambda: presence.expelled,
             door=self._door,
-        )
             log_lines=options.log_lines,
+        )
         host.on_change = lambda: self._state_changed(host, presence)
         self._engine.on_progress = self._loading
         tls = None if self._membership is None else self._membership.tls.server()

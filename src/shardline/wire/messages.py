@@ -483,8 +483,6 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
 
 
-class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a Gateway must know of a model to turn tokens into text, as MessagePack; its SHA-256 names it."""
 LOG_LINES = 200
 """So many of its last log lines does a Node keep for others."""
 LOG_CHARS = 400
@@ -509,6 +507,8 @@ class LogLines(msgspec.Struct, frozen=True, kw_only=True):
     lines: list[LogLine]
 
 
+class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a Gateway must know of a model to turn tokens into text, as MessagePack; its SHA-256 names it."""
 
     pieces: list[bytes]
     """The bytes of every token id (special tokens: their text)."""

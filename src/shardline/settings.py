@@ -69,6 +69,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A silent stream carries a comment line at least this often."""
     telemetry_comment_s: float = 0.5
     """Least pause between two telemetry comments in a stream."""
+    cors_origins: str = ""
+    """Origins of web pages that may use the API from a browser, separated by commas, as http://localhost:3000; `*`: all,
+    only where keys are asked for. Empty: none."""
     # Bodies and queues.
     api_body_bytes: int = 16 << 20
     """Largest request to the OpenAI API."""

@@ -1,4 +1,4 @@
-"""Rows behind the final norm in the llama.cpp engine: those of unsplit llama.cpp, and nothing of generation with them."""
+"""Rows behind the final norm in the llama.cpp engine: those of unsplit llama.cpp. Generation knows nothing of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-llama_cpp = pytest.importorskip("llama_cpp")
+pytest.importorskip("llama_cpp")
+
+import llama_cpp
 
 from shardline.errors import ShardlineError
 from tests.support.embedded import vector
@@ -81,7 +83,7 @@ def test_vectors_are_those_of_the_unsplit_model(folder, unsplit, cuts):
 
 
 def test_generation_beside_it_is_the_same_to_the_bit(folder):
-    """Logits of a session, with vectors of another made before, between and after its steps, are unsplit llama.cpp's."""
+    """Logits of a session are unsplit llama.cpp's, with vectors of another made in between."""
     plain, route = Plain(SMOLLM2), Route(folder, (15,))
     try:
         steps = [(0, SHORT), (len(SHORT), [5]), (len(SHORT) + 1, [9])]

@@ -24,7 +24,9 @@ from shardline.gateway.anthropic_requests import messages_request
 from shardline.gateway.choices import Choice
 from shardline.gateway.clients import Clients
 from shardline.gateway.completions import Completions, Prepared
+from shardline.gateway.cross_origin import CrossOrigin, origins_of
 from shardline.gateway.dialects import Dialect
+from shardline.gateway.embeddings import EmbeddingRequests
 from shardline.gateway.generate_api import Generations, SessionRecords
 from shardline.gateway.keys import ApiKey
 from shardline.gateway.keys import Scope as KeyScope
@@ -32,7 +34,7 @@ from shardline.gateway.live import Live
 from shardline.gateway.llama_server_text import LlamaServerText
 from shardline.gateway.openai_answers import Json, layers_text, model_entry
 from shardline.gateway.page import Page
-from shardline.gateway.replies import Reply, usage_of
+from shardline.gateway.replies import SESSION_HEADER, Reply, usage_of
 from shardline.gateway.responses_answers import ResponseWords
 from shardline.gateway.responses_requests import responses_request
 from shardline.settings import Settings
@@ -95,6 +97,8 @@ class GatewayApp:
         self._live = live
         self._created = int(time.time())
         self._llama_server = LlamaServerText(completions, generations, settings)
+        self._embedding_requests = EmbeddingRequests(completions, generations, settings)
+        self._origins = origins_of(settings.cors_origins)
 
     def asgi(self) -> ASGIApp:
         """With the error boundary around it."""
@@ -104,6 +108,7 @@ class GatewayApp:
             ("POST", "/v1/completions", self._text),
             ("POST", "/v1/responses", self._responses),
             ("POST", "/v1/messages", self._messages),
+            ("POST", "/v1/embeddings", self._embeddings),
             ("POST", "/tokenize", self._tokenize),
             ("POST", "/detokenize", self._detokenize),
             ("GET", "/props", self._props),
@@ -125,12 +130,13 @@ class GatewayApp:
         table: dict[str, dict[str, Call]] = {}
         for method, path, call in routes:
             table.setdefault(path, {})[method] = call
-        return ErrorBoundary(
+        whole = ErrorBoundary(
             Router(
                 [Route(path, Endpoint(_by_method(calls)), methods=list(calls)) for path, calls in table.items()],
                 redirect_slashes=False,
             )
         )
+        return CrossOrigin(whole, self._origins, lambda: self._clients.ask_for_keys) if self._origins else whole
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._complete(scope, receive, send, self._completions.chat)
@@ -146,6 +152,25 @@ class GatewayApp:
         asked = Dialect(self._completions, _message_of, anthropic_requests.NAMES)
         call = partial(self._complete, prepare=asked.prepare, make=asked.reply)
         await with_its_errors(call, scope, receive, send)
+
+    async def _embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = self._client(scope, "generate")
+        _check_json(scope)
+        with self._clients.admitted(key):
+            async with body_of(receive, scope, self._settings.api_body_bytes, copies=_COPIES) as body:
+
+                async def answer() -> None:
+                    embedding = await self._embedding_requests.prepare(body.data, key.name)
+                    body.free()
+                    try:
+                        await self._embedding_requests.run(embedding)
+                    finally:
+                        if embedding.tokens:
+                            self._clients.used(key, prompt_tokens=embedding.tokens, completion_tokens=0)
+                    sessions = ",".join(embedding.told_sessions).encode()
+                    await send_json(send, embedding.answer(), headers=[(SESSION_HEADER, sessions)])
+
+                await while_connected(receive, answer())
 
     async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._asked(scope, receive, send, self._llama_server.tokenize)

@@ -240,7 +240,7 @@ class RunningGeneration:
             closing = tasks.create_task(session.close(keep=True))
             await asyncio.wait({closing}, timeout=_CLOSE_S)
             self._record.enter("completed")
-            self._emit(FinishedEvent(reason=finished.reason, generated=finished.generated))
+            self._emit(FinishedEvent(finished.reason, finished.generated, session.embedded))
 
     async def _try(self, tasks: asyncio.TaskGroup) -> RouteSession:
         try:
@@ -276,6 +276,7 @@ class RunningGeneration:
             max_tokens=request.max_tokens,
             sampling=request.sampling,
             prefix=prefix,
+            embed=request.embed,
             client=owner.client,
             carrier=owner.carrier,
             liveness=owner.liveness,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from shardline.errors import ShardlineError
-from shardline.wire.messages import ModelInfo, Sampling, Token
+from shardline.wire.messages import Embed, Embedded, ModelInfo, Sampling, Token
 from shardline.wire.telemetry import TelemetryEvent
 
 FinishReason = Literal["stop", "length"]
@@ -41,6 +41,8 @@ class GenerationRequest:
     """Id of an announced Route Session that this becomes; None: a new one."""
     name: str | None = None
     """What the client called the model, where errors name it; None: `model`."""
+    embed: Embed | None = None
+    """The prompt becomes a vector, and `max_tokens` is 0. None: a text is generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class FinishedEvent:
     reason: FinishReason
     generated: int
     """Tokens that usage counts."""
+    embedded: Embedded | None = None
+    """The vector, where one was asked for."""
 
 
 GenerationEvent = TokensEvent | TelemetryEvent | FinishedEvent

@@ -21,6 +21,7 @@ from shardline.gateway.app import GatewayApp
 from shardline.gateway.clients import Clients
 from shardline.gateway.cluster_view import ClusterView
 from shardline.gateway.completions import Completions
+from shardline.gateway.cross_origin import check_origins
 from shardline.gateway.generate import RouteGenerations
 from shardline.gateway.keys import ApiKeys
 from shardline.gateway.live import Joining, Live
@@ -56,6 +57,7 @@ async def run(options: GatewayOptions) -> None:
     clients = Clients(ApiKeys.from_lines(options.api_keys), options.state_dir)
     if not is_loopback(options.host) and not clients.ask_for_keys:
         raise ShardlineError("insecure_listener", "a Gateway beyond loopback needs API keys: shardline keys add NAME")
+    check_origins(settings.cors_origins, keys=clients.ask_for_keys)
     sock = bind(options.host, options.port)
     try:
         if options.join is None:

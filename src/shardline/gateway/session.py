@@ -21,6 +21,7 @@ import msgspec
 import structlog
 
 from shardline.errors import CATALOGUE, ShardlineError, from_body
+from shardline.gateway.agreed import check_agreed, check_embedded
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.reuse import Start, check_opened, start_of
 from shardline.gateway.verdicts import of_node
@@ -32,6 +33,8 @@ from shardline.transport.http_client import HttpClient
 from shardline.wire.messages import (
     Beat,
     Closed,
+    Embed,
+    Embedded,
     Failed,
     Finished,
     Hop,
@@ -102,6 +105,7 @@ class RouteSession:
         max_tokens: int,
         sampling: Sampling,
         prefix: Prefix | None,
+        embed: Embed | None = None,
         client: HttpClient,
         carrier: Carrier,
         liveness: Liveness,
@@ -112,11 +116,13 @@ class RouteSession:
         self.route: Route = answer.route
         self.failure: ShardlineError | None = None
         self.finished: Finished | None = None
+        self.embedded: Embedded | None = None
         self._tickets = answer.tickets
         self._prompt = prompt
         self._max_tokens = max_tokens
         self._sampling = sampling
         self._prefix = prefix
+        self._embed = embed
         self._start_at = Start()
         self._client = client
         self._context = contextvars.copy_context()
@@ -180,6 +186,7 @@ class RouteSession:
             layout_in=terms.layout_in,
             layout_out=terms.layout_out,
             prefix=self._prefix,
+            embed=self._embed,
         )
         try:
             async with self._client.stream(
@@ -237,6 +244,9 @@ class RouteSession:
                 self._advanced(line, event, is_tail)
             case Opened():
                 self._opened(line, event)
+            case Embedded():
+                if is_tail and self.failure is None and not self._closing:
+                    self._take_vector(event)
             case Finished():
                 if is_tail and self.failure is None and not self._closing:
                     self._check_finished(line, event)
@@ -251,13 +261,10 @@ class RouteSession:
     def _opened(self, line: _Line, event: Opened) -> None:
         try:
             check_opened(event, len(self._prompt))
+            if line.hop.index == len(self._lines) - 1:
+                check_agreed(event, self._sampling, self._embed, node=line.hop.node)
         except ShardlineError as error:
             self._fail(self._of_node(line, error, fallback="seam_invalid"))
-            return
-        grammar = self._sampling.grammar
-        if grammar is not None and line.hop.index == len(self._lines) - 1 and not event.grammar:
-            what = f"'{grammar.field}': Node {line.hop.node} does not know of grammars: it runs an older version"
-            self._fail(ShardlineError("unsupported_parameter", what, param=grammar.field, node=line.hop.node))
             return
         line.answer = msgspec.structs.replace(event, node=line.hop.node)
         self._moved = line.heard
@@ -290,6 +297,15 @@ class RouteSession:
         self._moved = line.heard
         self._record.hop_times(line.hop.index, token.times)
         self._tokens.append(token)
+
+    def _take_vector(self, event: Embedded) -> None:
+        line = self._lines[-1]
+        try:
+            check_embedded(event, line.answer)
+        except ShardlineError as error:
+            self._fail(self._of_node(line, error, fallback="seam_invalid"))
+            return
+        self.embedded, self.finished = event, Finished(reason="stop", generated=0)
 
     def _check_finished(self, line: _Line, finished: Finished) -> None:
         """What is counted, and may be billed, is what came; with `stop` an id more, which counts and is not sent."""

@@ -18,8 +18,9 @@ _FOR_CLIENTS = frozenset({"model_not_found", "model_unavailable", "capacity", "k
 
 _CODES_OF_SEAMS = frozenset({"seam_lost", "seam_invalid", "seam_gap", "numerical_error"})
 _CODES_OF_GRAMMARS = frozenset({"grammar_invalid", "no_token_left", "unsupported_parameter"})
-_FIELDS_OF_GRAMMARS = frozenset({"response_format", "grammar", "regex", "tools", "tool_choice"})
+_FIELDS_OF_GRAMMARS = frozenset({"response_format", "grammar", "regex", "tools", "tool_choice", "pooling"})
 _CODES_OF_NODES = _CODES_OF_SEAMS | {
+    "architecture_unsupported",
     "capacity",
     "deadline",
     "draining",

@@ -41,9 +41,7 @@ LOG_LEVELS = {1: "debug", 2: "info", 3: "warning", 4: "error"}
 _CONTINUED = 5
 _WARNING = 3
 _KEPT_LINES = 20
-_EXPECTED = re.compile(
-    r"adding \d+ dummy tokens|n_ctx_seq \(\d+\) > n_ctx_train|model default pooling_type is \[\d+\]"
-)
+_EXPECTED = re.compile(r"adding \d+ dummy tokens|n_ctx_seq \(\d+\) > n_ctx_train|model default pooling_type is \[\d+\]")
 """Warnings that follow from how Shards are run: a part has no vocabulary, one context holds many sessions, and rows are
 pooled here."""
 

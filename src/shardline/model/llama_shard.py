@@ -32,7 +32,7 @@ from shardline.model.llama_rows import RowArrays
 from shardline.model.llama_source import KV_TOKENS, Options, Source, context_length, invalid, read_source, setting
 from shardline.model.llama_tap import CallbackTap, SamplerTap, Tap, layer_input_tap, nextn_tap
 from shardline.model.llama_text import LlamaText, check_text
-from shardline.model.pooling import embeddings_of_gguf
+from shardline.model.pooling import POOLING_KEY, embeddings_of_gguf
 from shardline.wire.messages import EngineInfo
 from shardline.wire.steps import TOKENS_ONLY, LayoutTensor, SeamLayout
 
@@ -41,8 +41,8 @@ _THREADED_LAYER_BYTES = 6 << 20
 SESSIONS_RECURRENT = 8
 """Each has a state of its own from the start, whether it is used or not."""
 _OUTPUTS = 32
-"""Rows behind the final norm that a tail takes out of one call. The library computes logits of each beside it, in memory
-that is reserved from the start."""
+"""Rows behind the final norm that a tail takes out of one call. The library computes logits of each beside it, in
+memory that is reserved from the start."""
 
 
 def load(spec: ShardSpec, *, progress: Progress | None = None) -> LlamaBackend:
@@ -128,7 +128,7 @@ class _Making:
             prefill_threads=self.spec.threads or usable_cores(),
             kv_type=options.kv_type,
             swa_full=options.swa_full,
-            unpooled=f"{self.source.shape.architecture}.pooling_type" in self.source.header.kv,
+            unpooled=f"{self.source.shape.architecture}.{POOLING_KEY}" in self.source.header.kv,
         )
 
     @property

@@ -19,6 +19,8 @@ from shardline.wire.embedding import WIDTH_LIMIT, Pooling
 _POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 _DEFAULT: Pooling = "last"
 """Of a model that names none: behind causal attention only the last row has seen the whole text."""
+POOLING_KEY = "pooling_type"
+"""Below the architecture, in GGUF files. It says nothing of the layers."""
 _WHOLE = "each of its rows sees the whole text, which is computed in chunks here"
 _GGUF_POOLINGS = {-1: None, 0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 
@@ -59,7 +61,7 @@ def pooling_of(embeddings: Embeddings | None, asked: Pooling | None) -> Pooling:
 def embeddings_of_gguf(header: GGUFHeader, width: int, out_width: int) -> Embeddings:
     """`out_width`: of the vectors that the model's own graph would give."""
     architecture = header.text("general.architecture", "")
-    number = header.integer(f"{architecture}.pooling_type", 0)
+    number = header.integer(f"{architecture}.{POOLING_KEY}", 0)
     own = _GGUF_POOLINGS.get(number, f"type {number}")
     if not header.boolean(f"{architecture}.attention.causal", True):
         return Embeddings(width, own, _WHOLE)
@@ -119,5 +121,3 @@ class Pool:
         if not np.isfinite(vector).all():
             raise ShardlineError("numerical_error", "a vector with values that are not finite")
         return vector.tobytes()
-
-

@@ -27,6 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from shardline.formats.gguf import Array, TensorInfo, Value
 from shardline.formats.gguf_files import GGUFModel
 from shardline.formats.layers import place_of
+from shardline.model.pooling import POOLING_KEY
 from shardline.model.torch_build import Skeleton
 from shardline.model.torch_gguf_converted import CONVERTED, converted_config, load_converted_gguf
 from shardline.model.torch_gguf_converted import unsupported as _unsupported
@@ -104,7 +105,7 @@ def _more(key: str, stated: Mapping[str, Value], architecture: str) -> str | Non
     if key in _MORE_KEYS:
         return _MORE_KEYS[key]
     unscaled = {"rope.scaling.type": b"none", "rope.scaling.original_context_length": stated.get("context_length")}
-    if key in _HEAD_WIDTHS or (key in unscaled and stated[key] == unscaled[key]):
+    if key in (*_HEAD_WIDTHS, POOLING_KEY) or (key in unscaled and stated[key] == unscaled[key]):
         return None
     raise _unsupported(architecture, f"it does not know the key {key}")
 

@@ -18,6 +18,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from shardline.errors import ShardlineError
 from shardline.formats.gguf import Array, GGUFHeader, TensorInfo, Value
 from shardline.formats.gguf_files import GGUFModel
+from shardline.model.pooling import POOLING_KEY
 from shardline.model.torch_safetensors import load_converted
 from shardline.model.torch_weights import ShardWeights, StoredTensor
 
@@ -94,6 +95,7 @@ def _says_nothing_new(key: str, metadata: Mapping[str, Any], prefix: str, config
         "expert_gating_func": 1,
         "expert_weights_scale": 1.0,
         "expert_weights_norm": True,
+        POOLING_KEY: value,
         "rope.scaling.type": "none",
     }
     return key in assumed and assumed[key] == value

@@ -78,8 +78,11 @@ class TicketGate:
         key = request.key
         if len(key) != _KEY_DIGITS or any(c not in "0123456789abcdef" for c in key):
             raise ShardlineError("invalid_value", "a session key is 32 hex digits", param="key")
-        if request.prompt_tokens < 1 or request.max_tokens < 1:
+        if request.prompt_tokens < 1 or request.max_tokens < (request.embed is None):
             raise ShardlineError("invalid_value", "a session has a prompt and room for a token", param="max_tokens")
+        if request.embed is not None and request.prefix is not None:
+            why = "a session that embeds begins with no kept cache, and leaves none"
+            raise ShardlineError("invalid_value", why, param="prefix")
         _check_sampling(request.sampling, shard.vocab_size)
         wanted = request.prompt_tokens + request.max_tokens
         if wanted > ticket.kv_tokens:

@@ -24,7 +24,7 @@ NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))
 @pytest.mark.parametrize(
     "kind",
     [
-        *[requests._ChatBody, requests._TextBody, requests.StreamOptions, Message, Part, ToolCall, FunctionCall],
+        *[requests.ChatBody, requests.TextBody, requests.StreamOptions, Message, Part, ToolCall, FunctionCall],
         *[ResponseFormat, JsonSchema, Tool, FunctionTool, ToolChoice, NamedFunction],
     ],
     ids=lambda kind: kind.__name__,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from shardline.errors import ShardlineError
 from shardline.gateway.openai_requests import (
     Asked,
+    ChatBody,
     ChatRequest,
+    TextBody,
     TextRequest,
-    _ChatBody,
-    _TextBody,
     chat_request,
     check_vocabulary,
     room,
@@ -151,7 +151,7 @@ def test_what_is_not_supported_is_named(ask: Any, fields: dict[str, Any], param:
 
 
 def test_null_is_as_if_absent() -> None:
-    for ask, body, needed in ((chat, _ChatBody, "messages"), (text, _TextBody, "prompt")):
+    for ask, body, needed in ((chat, ChatBody, "messages"), (text, TextBody, "prompt")):
         names = set(body.__struct_fields__) - {"model", needed}
         assert len(names) > 25
         assert ask(**dict.fromkeys(names)) == ask()

@@ -7,12 +7,27 @@ fields is docs/api.md.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from shardline.gateway.json_body import decode_body, refuse, unsupported
 from shardline.gateway.openai_answers import Json
+from shardline.gateway.openai_requests import STOP_CHARACTERS, STOPS
+from shardline.gateway.request_fields import (
+    NO_EFFECT,
+    NOT_SENT,
+    TEMPERATURE,
+    TOKENS,
+    TOP_K,
+    TOP_P,
+    check_nothing_asked,
+    matching,
+    one_of,
+    only,
+    shown,
+)
+from shardline.gateway.tools_request import FUNCTIONS, NAME
 
 T = TypeVar("T")
 
@@ -21,28 +36,32 @@ NAMES = {"stop": "stop_sequences", "min_tokens": "max_tokens"}
 ROLES = ("user", "assistant")
 
 
+BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
 class ResultBlock(msgspec.Struct, forbid_unknown_fields=True):
     """What a function has answered: text."""
 
-    type: str
+    type: Annotated[str, one_of(("text",))]
     text: str | None = None
-    cache_control: msgspec.Raw = msgspec.Raw()
-    citations: msgspec.Raw = msgspec.Raw()
-    source: msgspec.Raw = msgspec.Raw()
+    cache_control: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
+    citations: Annotated[msgspec.Raw, only("[]")] = NOT_SENT
+    source: Annotated[msgspec.Raw, only()] = NOT_SENT
 
 
 class Block(msgspec.Struct, forbid_unknown_fields=True):
     """Text, the thinking of an earlier answer, a call, or what came of one; blocks of other types are refused by that
     type."""
 
-    type: str
+    type: Annotated[str, one_of(BLOCK_TYPES)]
     text: str | None = None
     thinking: str | None = None
-    signature: str | None = None
-    cache_control: msgspec.Raw = msgspec.Raw()
-    citations: msgspec.Raw = msgspec.Raw()
-    source: msgspec.Raw = msgspec.Raw()
-    data: msgspec.Raw = msgspec.Raw()
+    signature: Annotated[str | None, NO_EFFECT] = None
+    cache_control: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
+    citations: Annotated[msgspec.Raw, only("[]")] = NOT_SENT
+    source: Annotated[msgspec.Raw, only()] = NOT_SENT
+    data: Annotated[msgspec.Raw, only()] = NOT_SENT
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -52,78 +71,67 @@ class Block(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Turn(msgspec.Struct, forbid_unknown_fields=True):
-    role: str
-    content: str | list[Block]
+    role: Annotated[str, one_of(ROLES)]
+    content: str | Annotated[list[Block], shown(minItems=1)]
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    type: str | None = None
+    name: Annotated[str, matching(NAME)]
+    type: Annotated[str | None, one_of(("custom",), optional=True)] = None
     description: str | None = None
-    input_schema: msgspec.Raw = msgspec.Raw()
+    input_schema: Annotated[msgspec.Raw, shown(type=["object", "null"])] = NOT_SENT
     strict: bool | None = None
-    cache_control: msgspec.Raw = msgspec.Raw()
+    cache_control: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
+    type: Annotated[str, one_of((*_CHOICES, "tool"))]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Metadata(msgspec.Struct, forbid_unknown_fields=True):
-    user_id: str | None = None
+    user_id: Annotated[str | None, NO_EFFECT] = None
+
+
+_STOP = shown(minLength=1, maxLength=STOP_CHARACTERS)
 
 
 class MessagesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Null is as if absent. Fields of type Raw are checked by name, not decoded."""
+    """`POST /v1/messages`. Null is as if absent. Fields of type Raw are checked by name, not decoded."""
 
     model: str
-    messages: list[Turn]
-    max_tokens: int
+    messages: Annotated[list[Turn], shown(minItems=1)]
+    max_tokens: Annotated[int, TOKENS]
     system: str | list[Block] | None = None
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    stop_sequences: Annotated[list[Annotated[str, _STOP]] | None, shown(maxItems=STOPS)] = None
+    temperature: Annotated[float | None, TEMPERATURE] = None
+    top_p: Annotated[float | None, TOP_P] = None
+    top_k: Annotated[int | None, TOP_K] = None
     stream: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool] | None, shown(maxItems=FUNCTIONS)] = None
     tool_choice: ToolChoice | None = None
     # They change no answer.
-    metadata: Metadata | None = None
-    cache_control: msgspec.Raw = msgspec.Raw()
-    # Not supported: here to take null, and the values that ask for nothing (`_NOTHING_ASKED`).
-    service_tier: msgspec.Raw = msgspec.Raw()
-    thinking: msgspec.Raw = msgspec.Raw()
-    output_config: msgspec.Raw = msgspec.Raw()
-    output_format: msgspec.Raw = msgspec.Raw()
-    container: msgspec.Raw = msgspec.Raw()
-    context_management: msgspec.Raw = msgspec.Raw()
-    inference_geo: msgspec.Raw = msgspec.Raw()
-    mcp_servers: msgspec.Raw = msgspec.Raw()
+    metadata: Annotated[Metadata | None, NO_EFFECT] = None
+    cache_control: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
+    # Not supported: here to take null, and the values that ask for nothing.
+    service_tier: Annotated[msgspec.Raw, only('"auto"', '"standard_only"')] = NOT_SENT
+    thinking: Annotated[msgspec.Raw, only('{"type":"disabled"}')] = NOT_SENT
+    output_config: Annotated[msgspec.Raw, only()] = NOT_SENT
+    output_format: Annotated[msgspec.Raw, only()] = NOT_SENT
+    container: Annotated[msgspec.Raw, only()] = NOT_SENT
+    context_management: Annotated[msgspec.Raw, only()] = NOT_SENT
+    inference_geo: Annotated[msgspec.Raw, only()] = NOT_SENT
+    mcp_servers: Annotated[msgspec.Raw, only("[]")] = NOT_SENT
 
 
-_NOTHING_ASKED: dict[str, tuple[str, ...]] = {
-    "service_tier": ('"auto"', '"standard_only"'),
-    "thinking": ('{"type":"disabled"}',),
-    "output_config": (),
-    "output_format": (),
-    "container": (),
-    "context_management": (),
-    "inference_geo": (),
-    "mcp_servers": ("[]",),
-}
 _WHY = {"thinking": "a model thinks as its template has it; there is no budget"}
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def messages_request(body: bytes) -> tuple[Json, str]:
     """The chat request of this body, and the model's name as it was sent; raises what docs/api.md says."""
     sent = decode_body(body, MessagesBody)
-    for name, nothing in _NOTHING_ASKED.items():
-        value = b"".join(bytes(getattr(sent, name)).split()).decode()
-        if value not in ("", "null", *nothing):
-            unsupported(name, f"'{name}' is not supported" + (f": {_WHY[name]}" if name in _WHY else ""))
+    check_nothing_asked(sent, _WHY)
     if not sent.messages:
         refuse("messages", "'messages' must hold at least one message")
     system = _system(sent.system)
@@ -231,6 +239,5 @@ def _text(block: Block | ResultBlock, at: str) -> str:
         unsupported(f"{at}.type", f"'{at}': content of type '{block.type[:40]}' is not supported")
     if block.text is None:
         refuse(f"{at}.text", f"the field '{at}.text' is required")
-    if bytes(block.citations) not in (b"", b"null", b"[]"):
-        unsupported(f"{at}.citations", f"'{at}.citations' is not supported")
+    check_nothing_asked(block, at=at)
     return block.text

@@ -18,7 +18,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline.errors import ShardlineError
-from shardline.gateway import anthropic_requests, responses_requests, sse
+from shardline.gateway import anthropic_requests, openapi, responses_requests, sse
 from shardline.gateway.anthropic_answers import MessageWords, with_its_errors
 from shardline.gateway.anthropic_requests import messages_request
 from shardline.gateway.choices import Choice
@@ -123,6 +123,7 @@ class GatewayApp:
             ("GET", "/healthz", self._healthz),
             ("GET", "/readyz", self._readyz),
             ("GET", "/metrics", self._show_metrics),
+            ("GET", "/openapi.json", self._openapi),
         ]
         if self._live is not None:
             page = Page()
@@ -304,6 +305,10 @@ class GatewayApp:
     async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_body(send, 200, self._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
 
+    async def _openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """It tells nothing of this Gateway, and is for whoever comes. Made once, which takes longer than a step."""
+        await send_body(send, 200, await asyncio.to_thread(openapi.document))
+
     def _principal(self, scope: Scope, needs: KeyScope | None = None) -> str:
         return self._client(scope, needs).name
 
@@ -382,7 +387,7 @@ def _credential(scope: Scope) -> str | None:
 
 
 def _last_event_id(scope: Scope) -> int:
-    sent = (header(scope, b"last-event-id") or "0").strip()
-    if not (sent.isascii() and sent.isdigit() and len(sent) < 19):
+    sent = header(scope, b"last-event-id") or ""
+    if not sse.LAST_EVENT_ID.fullmatch(sent):
         raise ShardlineError("invalid_value", "Last-Event-ID must be the id of an event", param="Last-Event-ID")
-    return int(sent)
+    return int(sent or "0")

@@ -11,12 +11,13 @@ import math
 from array import array
 from base64 import b64encode
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import msgspec
 
 from shardline.gateway.agreed import floats_of
 from shardline.gateway.json_body import decode_body, refuse
+from shardline.gateway.request_fields import INT64, NO_EFFECT, check_ranges, texts_or_ids, within
 from shardline.wire.embedding import Pooling
 
 Input = str | list[int]
@@ -30,12 +31,12 @@ class EmbeddingsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """As OpenAI has it, `pooling` of ours and `embd_normalize` of llama-server. Null is as if absent."""
 
     model: str
-    input: str | list[str | int | list[int]]
+    input: Annotated[str | list[str | int | list[int]], texts_or_ids(INPUTS, least=1)]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Annotated[int | None, within(1, INT64 - 1)] = None
     pooling: Pooling | None = None
     embd_normalize: Literal[-1, 0, 1, 2] | None = None
-    user: str | None = None
+    user: Annotated[str | None, NO_EFFECT] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +55,7 @@ class EmbeddingsRequest:
 def embeddings_request(body: bytes) -> EmbeddingsRequest:
     """Raises what docs/api.md says."""
     sent = decode_body(body, EmbeddingsBody)
-    if sent.dimensions is not None and sent.dimensions < 1:
-        refuse("dimensions", f"'dimensions' must be 1 or more, not {sent.dimensions}")
+    check_ranges(sent)
     return EmbeddingsRequest(
         model=sent.model,
         inputs=_inputs(sent.input),

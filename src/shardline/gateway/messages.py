@@ -8,52 +8,60 @@ nowhere. Pure. Shown by tests/gateway/test_messages.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from shardline.gateway.json_body import check_count, refuse, unsupported
+from shardline.gateway.request_fields import NO_EFFECT, NOT_SENT, check_nothing_asked, one_of, only, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+PART_TYPES = ("text",)
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
     """One content part. Only text is supported; the others are known by name, so that they can be refused by it."""
 
-    type: str
+    type: Annotated[str, one_of(PART_TYPES)]
     text: str | None = None
-    refusal: msgspec.Raw = msgspec.Raw()
-    image_url: msgspec.Raw = msgspec.Raw()
-    input_audio: msgspec.Raw = msgspec.Raw()
-    video_url: msgspec.Raw = msgspec.Raw()
-    file: msgspec.Raw = msgspec.Raw()
+    refusal: Annotated[msgspec.Raw, only()] = NOT_SENT
+    image_url: Annotated[msgspec.Raw, only()] = NOT_SENT
+    input_audio: Annotated[msgspec.Raw, only()] = NOT_SENT
+    video_url: Annotated[msgspec.Raw, only()] = NOT_SENT
+    file: Annotated[msgspec.Raw, only()] = NOT_SENT
 
 
 class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str | dict[str, Any] = "{}"
+    parsed_arguments: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
+    """What a client read out of `arguments`, and sends back beside them."""
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     id: str | None = None
-    type: str | None = None
-    index: int | None = None
+    type: Annotated[str | None, one_of(("function",), optional=True)] = None
+    index: Annotated[int | None, NO_EFFECT] = None
     function: FunctionCall | None = None
-    custom: msgspec.Raw = msgspec.Raw()
+    custom: Annotated[msgspec.Raw, only()] = NOT_SENT
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    role: str
-    content: str | list[Part] | None = None
+    role: Annotated[str, one_of(ROLES)]
+    content: str | Annotated[list[Part], shown(minItems=1)] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     # In answers of other servers, which clients send back as they are: empty, or not supported.
-    refusal: msgspec.Raw = msgspec.Raw()
-    annotations: msgspec.Raw = msgspec.Raw()
-    audio: msgspec.Raw = msgspec.Raw()
-    function_call: msgspec.Raw = msgspec.Raw()
+    refusal: Annotated[msgspec.Raw, only('""', "[]")] = NOT_SENT
+    annotations: Annotated[msgspec.Raw, only("[]")] = NOT_SENT
+    audio: Annotated[msgspec.Raw, only("[]")] = NOT_SENT
+    function_call: Annotated[msgspec.Raw, only("[]")] = NOT_SENT
+    # What a client read out of `content`, and sends back beside it.
+    parsed: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
 
 
 def conversation(messages: list[Message]) -> tuple[list[dict[str, Any]], bool]:
@@ -74,9 +82,7 @@ def conversation(messages: list[Message]) -> tuple[list[dict[str, Any]], bool]:
 def _plain(message: Message, at: str) -> dict[str, Any]:
     if message.role not in ROLES:
         refuse(f"{at}.role", f"'{at}.role' must be one of {', '.join(ROLES)}, not '{message.role[:40]}'")
-    for name in ("refusal", "annotations", "audio", "function_call"):
-        if bytes(getattr(message, name)) not in (b"", b"null", b"[]"):
-            unsupported(f"{at}.{name}", f"'{at}.{name}' is not supported")
+    check_nothing_asked(message, at=at)
     calls = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or [])]
     if calls and message.role != "assistant":
         refuse(f"{at}.tool_calls", f"'{at}': only an assistant message may call tools")
@@ -107,8 +113,9 @@ def _content(content: str | list[Part] | None, at: str, *, optional: bool) -> st
 
 
 def _part(part: Part, at: str) -> str:
-    if part.type != "text":
+    if part.type not in PART_TYPES:
         unsupported(f"{at}.type", f"'{at}': content of type '{part.type[:40]}' is not supported")
+    check_nothing_asked(part, at=at)
     if part.text is None:
         refuse(f"{at}.text", f"the field '{at}.text' is required")
     return part.text
@@ -117,6 +124,7 @@ def _part(part: Part, at: str) -> str:
 def _call(call: ToolCall, at: str) -> dict[str, Any]:
     if call.type not in (None, "function"):
         unsupported(at, f"'{at}': a tool call of type '{call.type[:40]}' is not supported")
+    check_nothing_asked(call, at=at)
     if call.function is None:
         refuse(f"{at}.function", f"the field '{at}.function' is required")
     function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}

@@ -10,16 +10,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, cast
 
 import msgspec
 
 from shardline.errors import ShardlineError
 from shardline.gateway.json_body import decode_body, refuse, unsupported
 from shardline.gateway.messages import Message, conversation
+from shardline.gateway.request_fields import (
+    INT64,
+    NO_EFFECT,
+    NOT_SENT,
+    TEMPERATURE,
+    TOKENS,
+    TOP_K,
+    TOP_P,
+    check_nothing_asked,
+    check_ranges,
+    matching,
+    number_text,
+    one_of,
+    only,
+    shown,
+    texts_or_ids,
+    within,
+)
 from shardline.gateway.structured import ResponseFormat, grammar_of
-from shardline.gateway.tools_request import Tool, ToolChoice, Tools, tools_of
+from shardline.gateway.tools_request import FUNCTIONS, TOOL_CHOICES, Tool, ToolChoice, Tools, tools_of
 from shardline.settings import Settings
 from shardline.wire.messages import BIAS_FORCES, ModelInfo, Sampling
 
@@ -38,69 +56,47 @@ STOP_CHARACTERS = 256
 BIASES = 4096
 CHAT_LOGPROBS = 20
 TEXT_LOGPROBS = 5
-_INT64 = 1 << 63
+BIAS = 100
+"""Biases are at most so far from 0: from there on they ban, or force."""
+TIERS = ("auto", "default")
+REASONING_FORMATS = ("auto", "deepseek", "none")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Numbers from `low` to `high`, both included unless `above`: then `low` itself is not."""
-
-    low: float
-    high: float
-    above: bool = False
-
-    def check(self, name: str, value: float) -> None:
-        if not (self.low < value or (value == self.low and not self.above)) or value > self.high:
-            refuse(name, f"'{name}' must be {self._words(value)}, not {_number(value)}")
-
-    def _words(self, value: float) -> str:
-        if self.high >= _INT64 - 1:  # what a 64-bit integer holds: one end at a time says more
-            return f"at most {self.high}" if value > self.high else f"at least {self.low}"
-        return f"above {self.low:g} and at most {self.high:g}" if self.above else f"{self.low:g} to {self.high:g}"
-
-
-_RANGES = {
-    "temperature": _Range(0, 2),
-    "top_p": _Range(0, 1, above=True),
-    "min_p": _Range(0, 1),
-    "repeat_penalty": _Range(0.01, 100),
-    "repetition_penalty": _Range(0.01, 100),
-    "presence_penalty": _Range(-2, 2),
-    "frequency_penalty": _Range(-2, 2),
-    "n": _Range(1, CHOICES),
-    "top_k": _Range(-1, _INT64 - 1),
-    "seed": _Range(-_INT64, _INT64 - 1),
-    "max_tokens": _Range(1, _INT64 - 1),
-    "max_completion_tokens": _Range(1, _INT64 - 1),
-    "min_tokens": _Range(0, _INT64 - 1),
-}
+_VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_PENALTY = within(-2, 2)
+_REPEAT_PENALTY = within(0.01, 100)
+_STOP = shown(minLength=1, maxLength=STOP_CHARACTERS)
+_OBJECT = shown(type=["object", "null"])
+_FREE_NAME = shown(**{"not": {"enum": sorted(TEMPLATE_VARIABLES)}})
+_ONLY_FALSE = one_of((False,), optional=True)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_telemetry: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, _ONLY_FALSE] = None
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both endpoints take. Null is as if absent. Fields of type Raw are checked by name, not decoded."""
 
     model: str
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    n: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Annotated[int | None, TOKENS] = None
+    temperature: Annotated[float | None, TEMPERATURE] = None
+    top_p: Annotated[float | None, TOP_P] = None
+    top_k: Annotated[int | None, TOP_K] = None
+    min_p: Annotated[float | None, within(0, 1)] = None
+    repeat_penalty: Annotated[float | None, _REPEAT_PENALTY] = None
+    repetition_penalty: Annotated[float | None, _REPEAT_PENALTY] = None
+    presence_penalty: Annotated[float | None, _PENALTY] = None
+    frequency_penalty: Annotated[float | None, _PENALTY] = None
+    logit_bias: Annotated[
+        dict[Annotated[str, matching(_TOKEN_ID)], Annotated[float, shown(minimum=-BIAS, maximum=BIAS)]] | None,
+        shown(maxProperties=BIASES),
+    ] = None
+    seed: Annotated[int | None, within(-INT64, INT64 - 1)] = None
+    stop: Annotated[str, _STOP] | Annotated[list[Annotated[str, _STOP]], shown(maxItems=STOPS)] | None = None
+    n: Annotated[int | None, within(1, CHOICES)] = None
+    min_tokens: Annotated[int | None, within(0, INT64 - 1)] = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -111,57 +107,48 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     grammar: str | None = None
     regex: str | None = None
     # Sent by clients on their own; they change no answer.
-    user: str | None = None
-    metadata: msgspec.Raw = msgspec.Raw()
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Annotated[str | None, NO_EFFECT] = None
+    metadata: Annotated[msgspec.Raw, NO_EFFECT, _OBJECT] = NOT_SENT
+    store: Annotated[bool | None, _ONLY_FALSE] = None
+    service_tier: Annotated[str | None, one_of(TIERS, optional=True)] = None
+    safety_identifier: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
 
 
-class _ChatBody(_Body):
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+class ChatBody(_Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], shown(minItems=1)]
+    max_completion_tokens: Annotated[int | None, TOKENS] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    modalities: list[str] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | ToolChoice | None = None
+    top_logprobs: Annotated[int | None, within(0, CHAT_LOGPROBS)] = None
+    modalities: Annotated[list[str] | None, one_of((["text"],), optional=True)] = None
+    tools: Annotated[list[Tool] | None, shown(maxItems=FUNCTIONS)] = None
+    tool_choice: Annotated[str, one_of(TOOL_CHOICES)] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_format: str | None = None
+    reasoning_format: Annotated[str | None, one_of(REASONING_FORMATS, optional=True)] = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    # OpenAI's, and not supported: here to take their null, and values that ask for nothing (`_NOTHING_ASKED`).
-    functions: msgspec.Raw = msgspec.Raw()
-    function_call: msgspec.Raw = msgspec.Raw()
-    audio: msgspec.Raw = msgspec.Raw()
-    moderation: msgspec.Raw = msgspec.Raw()
-    prediction: msgspec.Raw = msgspec.Raw()
-    prompt_cache_options: msgspec.Raw = msgspec.Raw()
-    prompt_cache_retention: msgspec.Raw = msgspec.Raw()
-    verbosity: msgspec.Raw = msgspec.Raw()
-    web_search_options: msgspec.Raw = msgspec.Raw()
+    chat_template_kwargs: dict[Annotated[str, matching(_VARIABLE), _FREE_NAME], Any] | None = None
+    # OpenAI's, and not supported: here to take their null, and values that ask for nothing.
+    functions: Annotated[msgspec.Raw, only("[]")] = NOT_SENT
+    function_call: Annotated[msgspec.Raw, only('"none"')] = NOT_SENT
+    audio: Annotated[msgspec.Raw, only()] = NOT_SENT
+    moderation: Annotated[msgspec.Raw, only()] = NOT_SENT
+    prediction: Annotated[msgspec.Raw, only()] = NOT_SENT
+    prompt_cache_options: Annotated[msgspec.Raw, only()] = NOT_SENT
+    prompt_cache_retention: Annotated[msgspec.Raw, only()] = NOT_SENT
+    verbosity: Annotated[msgspec.Raw, only()] = NOT_SENT
+    web_search_options: Annotated[msgspec.Raw, only()] = NOT_SENT
 
 
-_NOTHING_ASKED = {
-    "functions": "[]",
-    "function_call": '"none"',
-    "audio": "null",
-    "moderation": "null",
-    "prediction": "null",
-    "prompt_cache_options": "null",
-    "prompt_cache_retention": "null",
-    "verbosity": "null",
-    "web_search_options": "null",
-}
+class TextBody(_Body):
+    """`POST /v1/completions`."""
 
-
-class _TextBody(_Body):
-    prompt: str | list[str | int | list[int]] | None = None
-    logprobs: int | None = None
+    prompt: Annotated[str | list[str | int | list[int]], texts_or_ids(ANSWERS)]
+    logprobs: Annotated[int | None, within(0, TEXT_LOGPROBS)] = None
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Annotated[int | None, one_of((1,), optional=True)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +172,7 @@ class Asked:
         seed = self.sampling.seed
         if seed is None or choice == 0:
             return self.sampling
-        return msgspec.structs.replace(self.sampling, seed=(seed + choice + _INT64) % (2 * _INT64) - _INT64)
+        return msgspec.structs.replace(self.sampling, seed=(seed + choice + INT64) % (2 * INT64) - INT64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +187,8 @@ class ChatRequest:
     inline_reasoning: bool = False
     variables: dict[str, Any]
     """Of this model's chat template alone."""
+    body: bytes = field(default=b"", compare=False)
+    """As it came; only a composite model reads it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,21 +198,18 @@ class TextRequest:
     """Answered in order, `n` choices each."""
     echo: bool
     suffix: str | None
+    body: bytes = field(default=b"", compare=False)
 
 
 def chat_request(body: bytes, *, own: bool = False) -> ChatRequest:
     """The body of `POST /v1/chat/completions`; raises what docs/api.md says. `own`: as of `decode_body`."""
-    sent = decode_body(body, _ChatBody, own=own)
-    for name, nothing in _NOTHING_ASKED.items():
-        value = b"".join(bytes(getattr(sent, name)).split())
-        if value not in (b"", b"null", nothing.encode()):
-            unsupported(name, f"'{name}' is not supported")
+    sent = decode_body(body, ChatBody, own=own)
+    check_nothing_asked(sent)
     if sent.modalities not in (None, ["text"]):
         unsupported("modalities", "'modalities' may be text only")
-    if sent.top_logprobs is not None:
-        _Range(0, CHAT_LOGPROBS).check("top_logprobs", sent.top_logprobs)
-        if sent.logprobs is not True:
-            refuse("top_logprobs", "'top_logprobs' needs 'logprobs': true")
+    check_ranges(sent)
+    if sent.top_logprobs is not None and sent.logprobs is not True:
+        refuse("top_logprobs", "'top_logprobs' needs 'logprobs': true")
     logprobs = (sent.top_logprobs or 0) if sent.logprobs else None
     limits = [limit for limit in (sent.max_tokens, sent.max_completion_tokens) if limit is not None]
     asked = _asked(sent, logprobs=logprobs, max_tokens=min(limits, default=None))
@@ -235,42 +221,42 @@ def chat_request(body: bytes, *, own: bool = False) -> ChatRequest:
         tools=tools_of(sent.tools, sent.tool_choice, sent.parallel_tool_calls),
         inline_reasoning=_inline(sent.reasoning_format),
         variables=_variables(sent),
+        body=body,
     )
 
 
 def _inline(reasoning_format: str | None) -> bool:
-    if reasoning_format not in (None, "auto", "deepseek", "none"):
-        unsupported("reasoning_format", "'reasoning_format' may be auto, deepseek or none")
+    if reasoning_format not in (None, *REASONING_FORMATS):
+        unsupported("reasoning_format", f"'reasoning_format' may be one of {', '.join(REASONING_FORMATS)}")
     return reasoning_format == "none"
 
 
-def _variables(sent: _ChatBody) -> dict[str, Any]:
+def _variables(sent: ChatBody) -> dict[str, Any]:
     given = sent.chat_template_kwargs or {}
     for name in given:
-        if name in TEMPLATE_VARIABLES or not name.isidentifier() or name.startswith("_"):
+        if name in TEMPLATE_VARIABLES or not _VARIABLE.fullmatch(name):
             refuse("chat_template_kwargs", f"'chat_template_kwargs' cannot give '{name[:40]}'")
     return given if sent.reasoning_effort is None else {**given, "reasoning_effort": sent.reasoning_effort}
 
 
 def text_request(body: bytes) -> TextRequest:
     """The body of `POST /v1/completions`; raises what docs/api.md says."""
-    sent = decode_body(body, _TextBody)
+    sent = decode_body(body, TextBody)
+    check_ranges(sent)
     if sent.best_of is not None:
         if sent.best_of < 1:
             refuse("best_of", "'best_of' must be 1")
         if sent.best_of > 1:
             unsupported("best_of", "only 'best_of': 1 is supported")
-    if sent.logprobs is not None:
-        _Range(0, TEXT_LOGPROBS).check("logprobs", sent.logprobs)
-        if sent.echo:
-            unsupported("echo", "'echo' with 'logprobs' is not supported: there are none of the prompt")
+    if sent.logprobs is not None and sent.echo:
+        unsupported("echo", "'echo' with 'logprobs' is not supported: there are none of the prompt")
     if sent.suffix and sent.echo:
         unsupported("echo", "'echo' with 'suffix' is not supported")
     asked = _asked(sent, logprobs=sent.logprobs, max_tokens=sent.max_tokens)
     prompts = _prompts(sent.prompt)
     if len(prompts) * asked.n > ANSWERS:
         refuse("prompt", f"{len(prompts)} prompts with n = {asked.n}: at most {ANSWERS} answers a request")
-    return TextRequest(asked=asked, prompts=prompts, echo=bool(sent.echo), suffix=sent.suffix or None)
+    return TextRequest(asked=asked, prompts=prompts, echo=bool(sent.echo), suffix=sent.suffix or None, body=body)
 
 
 def check_vocabulary(asked: Asked, prompts: list[Prompt], vocab_size: int, eog: Iterable[int] = ()) -> Asked:
@@ -282,7 +268,7 @@ def check_vocabulary(asked: Asked, prompts: list[Prompt], vocab_size: int, eog: 
     for prompt in prompts:
         if isinstance(prompt, list) and (min(prompt) < 0 or max(prompt) >= vocab_size):
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            refuse("prompt", f"'prompt': token ids are 0 to {vocab_size - 1}, not {_number(wrong)}")
+            refuse("prompt", f"'prompt': token ids are 0 to {vocab_size - 1}, not {number_text(wrong)}")
     _check_choice(asked.sampling, vocab_size, eog)
     if asked.sampling.top_k < vocab_size:
         return asked
@@ -332,17 +318,7 @@ def too_long(prompt_tokens: int, window: int, *, param: str, at_least: bool = Fa
     )
 
 
-def _number(value: float) -> str:
-    if abs(value) < _INT64:
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    return "a larger number" if value > 0 else "a smaller number"
-
-
 def _asked(sent: _Body, *, logprobs: int | None, max_tokens: int | None) -> Asked:
-    for name, allowed in _RANGES.items():
-        value = getattr(sent, name, None)
-        if value is not None:
-            allowed.check(name, value)
     _check_inert(sent)
     min_tokens = sent.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -396,8 +372,8 @@ def _bias(sent: dict[str, float]) -> dict[int, float]:
     for key, value in sent.items():
         if not _TOKEN_ID.fullmatch(key):
             refuse("logit_bias", f"'logit_bias': '{key[:40]}' is not a token id")
-        if not -100 <= value <= 100:
-            refuse("logit_bias", f"'logit_bias' of token {key} must be -100 to 100, not {value:g}")
+        if not -BIAS <= value <= BIAS:
+            refuse("logit_bias", f"'logit_bias' of token {key} must be -{BIAS} to {BIAS}, not {value:g}")
         bias[int(key)] = value
     return bias
 
@@ -418,16 +394,14 @@ def _check_inert(sent: _Body) -> None:
     """Fields that are accepted only because they change nothing."""
     if sent.store:
         unsupported("store", "'store': answers are not stored here")
-    if sent.service_tier not in (None, "auto", "default"):
-        unsupported("service_tier", "'service_tier' may be auto or default only")
+    if sent.service_tier not in (None, *TIERS):
+        unsupported("service_tier", f"'service_tier' may be {' or '.join(TIERS)} only")
     metadata = bytes(sent.metadata).lstrip()
     if metadata and metadata != b"null" and not metadata.startswith(b"{"):
         refuse("metadata", "'metadata' must be an object")
 
 
-def _prompts(sent: str | list[str | int | list[int]] | None) -> list[Prompt]:
-    if sent is None:
-        refuse("prompt", "the field 'prompt' is required")
+def _prompts(sent: str | list[str | int | list[int]]) -> list[Prompt]:
     if isinstance(sent, str):
         return [sent]
     if not sent:

@@ -8,12 +8,26 @@ fields is docs/api.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from shardline.gateway.json_body import decode_body, refuse, unsupported
 from shardline.gateway.openai_answers import Json
+from shardline.gateway.request_fields import (
+    NO_EFFECT,
+    NOT_SENT,
+    TEMPERATURE,
+    TOKENS,
+    TOP_P,
+    check_nothing_asked,
+    matching,
+    one_of,
+    only,
+    shown,
+)
+from shardline.gateway.structured import FORMATS
+from shardline.gateway.tools_request import FUNCTIONS, NAME, ONLY_FUNCTION, TOOL_CHOICES
 
 T = TypeVar("T")
 
@@ -26,133 +40,126 @@ NAMES = {
 }
 """Fields of the chat request that have another name here."""
 ROLES = ("system", "developer", "user", "assistant")
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+VERBOSITY = "medium"
 _TEXTS = ("input_text", "output_text", "text")
+_THOUGHTS = ("reasoning_text",)
+_FALSY = one_of((None, ""))
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     """Only text is supported; parts of other types are refused by that type."""
 
-    type: str
+    type: Annotated[str, one_of((*_TEXTS, *_THOUGHTS))]
     text: str | None = None
-    annotations: msgspec.Raw = msgspec.Raw()
-    logprobs: msgspec.Raw = msgspec.Raw()
-    refusal: msgspec.Raw = msgspec.Raw()
-    image_url: msgspec.Raw = msgspec.Raw()
-    detail: msgspec.Raw = msgspec.Raw()
-    file_id: msgspec.Raw = msgspec.Raw()
-    file_data: msgspec.Raw = msgspec.Raw()
-    file_url: msgspec.Raw = msgspec.Raw()
-    filename: msgspec.Raw = msgspec.Raw()
-    input_audio: msgspec.Raw = msgspec.Raw()
+    annotations: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
+    logprobs: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
+    parsed: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
+    """What a client read out of `text`."""
+    refusal: Annotated[msgspec.Raw, only()] = NOT_SENT
+    image_url: Annotated[msgspec.Raw, only()] = NOT_SENT
+    detail: Annotated[msgspec.Raw, only()] = NOT_SENT
+    file_id: Annotated[msgspec.Raw, only()] = NOT_SENT
+    file_data: Annotated[msgspec.Raw, only()] = NOT_SENT
+    file_url: Annotated[msgspec.Raw, only()] = NOT_SENT
+    filename: Annotated[msgspec.Raw, only()] = NOT_SENT
+    input_audio: Annotated[msgspec.Raw, only()] = NOT_SENT
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     """A message, a call, what came of one, or the reasoning of an earlier answer; items of other types are refused by
     that type."""
 
-    type: str = "message"
-    role: str | None = None
+    type: Annotated[str, one_of(ITEM_TYPES)] = "message"
+    role: Annotated[str | None, one_of(ROLES, optional=True)] = None
     content: str | list[ContentPart] | None = None
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-    summary: msgspec.Raw = msgspec.Raw()
-    encrypted_content: str | None = None
+    id: Annotated[str | None, NO_EFFECT] = None
+    status: Annotated[str | None, NO_EFFECT] = None
+    phase: Annotated[str | None, NO_EFFECT] = None
+    summary: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
+    encrypted_content: Annotated[str | None, _FALSY] = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    parsed_arguments: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
+    """What a client read out of `arguments`."""
     output: str | list[ContentPart] | None = None
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
-    name: str | None = None
+    type: Annotated[str, ONLY_FUNCTION]
+    name: Annotated[str | None, matching(NAME)] = None
     description: str | None = None
-    parameters: msgspec.Raw = msgspec.Raw()
+    parameters: Annotated[msgspec.Raw, shown(type=["object", "null"])] = NOT_SENT
     strict: bool | None = None
 
 
 class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
+    type: Annotated[str, ONLY_FUNCTION]
     name: str | None = None
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
-    name: str | None = None
-    description: str | None = None
-    schema: msgspec.Raw = msgspec.Raw()
-    strict: bool | None = None
+    type: Annotated[str, one_of(FORMATS)]
+    name: Annotated[str | None, NO_EFFECT] = None
+    description: Annotated[str | None, NO_EFFECT] = None
+    schema: Annotated[msgspec.Raw, shown(type=["object", "null"])] = NOT_SENT
+    strict: Annotated[bool | None, NO_EFFECT] = None
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Annotated[str | None, one_of((VERBOSITY,), optional=True)] = None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Annotated[str | None, _FALSY] = None
+    generate_summary: Annotated[str | None, _FALSY] = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, one_of((False,), optional=True)] = None
 
 
 class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Null is as if absent. Fields of type Raw are checked by name, not decoded."""
+    """`POST /v1/responses`. Null is as if absent. Fields of type Raw are checked by name, not decoded."""
 
     model: str
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], shown(minItems=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_output_tokens: Annotated[int | None, TOKENS] = None
+    temperature: Annotated[float | None, TEMPERATURE] = None
+    top_p: Annotated[float | None, TOP_P] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    store: bool | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: str | NamedTool | None = None
+    store: Annotated[bool | None, one_of((False,), optional=True)] = None
+    tools: Annotated[list[FunctionTool] | None, shown(maxItems=FUNCTIONS)] = None
+    tool_choice: Annotated[str, one_of(TOOL_CHOICES)] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     # Sent by clients on their own; they change no answer.
-    metadata: dict[str, str] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    # Not supported: here to take null, and the values that ask for nothing (`_NOTHING_ASKED`).
-    service_tier: msgspec.Raw = msgspec.Raw()
-    max_tool_calls: msgspec.Raw = msgspec.Raw()
-    include: msgspec.Raw = msgspec.Raw()
-    truncation: msgspec.Raw = msgspec.Raw()
-    top_logprobs: msgspec.Raw = msgspec.Raw()
-    background: msgspec.Raw = msgspec.Raw()
-    previous_response_id: msgspec.Raw = msgspec.Raw()
-    conversation: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    prompt_cache_options: msgspec.Raw = msgspec.Raw()
-    prompt_cache_retention: msgspec.Raw = msgspec.Raw()
-    context_management: msgspec.Raw = msgspec.Raw()
-    moderation: msgspec.Raw = msgspec.Raw()
+    metadata: Annotated[dict[str, str] | None, NO_EFFECT] = None
+    user: Annotated[str | None, NO_EFFECT] = None
+    safety_identifier: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
+    # Not supported: here to take null, and the values that ask for nothing.
+    service_tier: Annotated[msgspec.Raw, only('"auto"', '"default"')] = NOT_SENT
+    max_tool_calls: Annotated[msgspec.Raw, only()] = NOT_SENT
+    include: Annotated[msgspec.Raw, only("[]")] = NOT_SENT
+    truncation: Annotated[msgspec.Raw, only('"disabled"')] = NOT_SENT
+    top_logprobs: Annotated[msgspec.Raw, only("0")] = NOT_SENT
+    background: Annotated[msgspec.Raw, only("false")] = NOT_SENT
+    previous_response_id: Annotated[msgspec.Raw, only()] = NOT_SENT
+    conversation: Annotated[msgspec.Raw, only()] = NOT_SENT
+    prompt: Annotated[msgspec.Raw, only()] = NOT_SENT
+    prompt_cache_options: Annotated[msgspec.Raw, only()] = NOT_SENT
+    prompt_cache_retention: Annotated[msgspec.Raw, only()] = NOT_SENT
+    context_management: Annotated[msgspec.Raw, only("[]")] = NOT_SENT
+    moderation: Annotated[msgspec.Raw, only()] = NOT_SENT
 
 
-_NOTHING_ASKED: dict[str, tuple[str, ...]] = {
-    "service_tier": ('"auto"', '"default"'),
-    "max_tool_calls": (),
-    "include": ("[]",),
-    "truncation": ('"disabled"',),
-    "top_logprobs": ("0",),
-    "background": ("false",),
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "context_management": ("[]",),
-    "moderation": (),
-}
 _WHY = {
     "previous_response_id": "answers are not stored here: send the earlier items in 'input'",
     "conversation": "nothing is stored here: send the earlier items in 'input'",
@@ -216,15 +223,11 @@ def responses_request(body: bytes) -> tuple[Json, ResponsesAsked]:
 def _check_supported(sent: ResponsesBody) -> None:
     if sent.store:
         unsupported("store", "'store': answers are not stored here; say \"store\": false, or leave it out")
-    for name, nothing in _NOTHING_ASKED.items():
-        value = b"".join(bytes(getattr(sent, name)).split()).decode()
-        if value not in ("", "null", *nothing):
-            why = _WHY.get(name, f"only {' or '.join(nothing)} is supported" if nothing else "it is not supported")
-            unsupported(name, f"'{name}': {why}")
+    check_nothing_asked(sent, _WHY)
     if sent.stream_options is not None and sent.stream_options.include_obfuscation:
         unsupported("stream_options.include_obfuscation", "obfuscation of events is not supported")
-    if sent.text is not None and sent.text.verbosity not in (None, "medium"):
-        unsupported("text.verbosity", "'text.verbosity' may be medium only")
+    if sent.text is not None and sent.text.verbosity not in (None, VERBOSITY):
+        unsupported("text.verbosity", f"'text.verbosity' may be {VERBOSITY} only")
     reasoning = sent.reasoning
     if reasoning is not None and (reasoning.summary or reasoning.generate_summary):
         unsupported("reasoning.summary", "'reasoning.summary': reasoning is given as it is, not summed up")
@@ -305,7 +308,7 @@ def _reasoning(item: InputItem, at: str) -> str:
     """What an earlier answer was thinking; encrypted reasoning of other servers cannot be read."""
     if item.encrypted_content:
         unsupported(f"{at}.encrypted_content", f"'{at}.encrypted_content' cannot be read here")
-    return _text(item.content or "", f"{at}.content", ("reasoning_text",))
+    return _text(item.content or "", f"{at}.content", _THOUGHTS)
 
 
 def _text(content: str | list[ContentPart], at: str, types: tuple[str, ...]) -> str:
@@ -315,6 +318,7 @@ def _text(content: str | list[ContentPart], at: str, types: tuple[str, ...]) -> 
     for index, part in enumerate(content):
         if part.type not in types:
             unsupported(f"{at}[{index}].type", f"'{at}[{index}]': content of type '{part.type[:40]}' is not supported")
+        check_nothing_asked(part, at=f"{at}[{index}]")
         if part.text is None:
             refuse(f"{at}[{index}].text", f"the field '{at}[{index}].text' is required")
         texts.append(part.text)
@@ -331,9 +335,8 @@ def _format(text: TextOptions | None) -> Any:
 
 
 def _response_format(text: TextOptions | None) -> Any:
-    shown = _format(text)
-    if shown["type"] == "text":
-        return None
-    if shown["type"] != "json_schema":
-        return shown
-    return {"type": "json_schema", "json_schema": {name: value for name, value in shown.items() if name != "type"}}
+    asked = _format(text)
+    if asked["type"] != "json_schema":
+        # A schema goes along, to be refused there.
+        return None if asked == {"type": "text"} else {n: asked[n] for n in ("type", "schema") if n in asked}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in asked.items() if name != "type"}}

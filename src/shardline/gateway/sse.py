@@ -8,6 +8,7 @@ unless the connection breaks. Shown by tests/gateway/test_sse.py.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
 
 DONE = b"data: [DONE]\n\n"
+LAST_EVENT_ID = re.compile(r"[0-9]{0,18}")
+"""What a reader that comes back may send as `Last-Event-ID`; an empty one is none."""
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

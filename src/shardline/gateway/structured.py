@@ -6,11 +6,12 @@ grammar can be kept to, only the tail knows (model/grammar.py). Pure. Shown by t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from shardline.gateway.json_body import refuse, unsupported
+from shardline.gateway.request_fields import NO_EFFECT, NOT_SENT, one_of, shown
 from shardline.wire.messages import GRAMMAR_BYTES, Grammar
 
 ANY_OBJECT = '{"type":"object"}'
@@ -18,18 +19,21 @@ _WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """Between two tokens of JSON: a small model that may go on with blank space does so until its limit."""
 
 
+FORMATS = ("text", "json_object", "json_schema")
+
+
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    schema: msgspec.Raw
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
+    schema: Annotated[msgspec.Raw, shown(type="object")]
+    name: Annotated[str | None, NO_EFFECT] = None
+    description: Annotated[str | None, NO_EFFECT] = None
+    strict: Annotated[bool | None, NO_EFFECT] = None
     """Every schema is kept to, whatever this says."""
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
+    type: Annotated[str, one_of(FORMATS)]
     json_schema: JsonSchema | None = None
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: Annotated[msgspec.Raw, shown(type=["object", "null"])] = NOT_SENT
     """llama-server's, with `json_object`."""
 
 
@@ -57,9 +61,14 @@ def _text(field: str, sent: str | None) -> Grammar | None:
 
 
 def _format(sent: ResponseFormat | None) -> Grammar | None:
-    if sent is None or sent.type == "text":
-        return None
     field = "response_format"
+    if sent is None:
+        return None
+    for name, of in (("schema", "json_object"), ("json_schema", "json_schema")):
+        if sent.type in FORMATS and sent.type != of and _has(sent, name):
+            refuse(field, f"'{field}' of type {sent.type} has no '{name}'")
+    if sent.type == "text":
+        return None
     if sent.type == "json_object":
         schema = _given(sent.schema) or ANY_OBJECT
     elif sent.type == "json_schema":
@@ -67,10 +76,15 @@ def _format(sent: ResponseFormat | None) -> Grammar | None:
         if not schema:
             refuse(field, f"'{field}' of type json_schema needs 'json_schema' with a 'schema'")
     else:
-        unsupported(field, f"'{field}': its type must be text, json_object or json_schema, not '{sent.type[:40]}'")
+        unsupported(field, f"'{field}': its type must be one of {', '.join(FORMATS)}, not '{sent.type[:40]}'")
     if not schema.startswith("{"):
         refuse(field, f"'{field}': the schema must be an object")
     return Grammar(kind="json_schema", text=schema, field=field)
+
+
+def _has(sent: ResponseFormat, name: str) -> bool:
+    value = getattr(sent, name)
+    return bool(_given(value)) if isinstance(value, msgspec.Raw) else value is not None
 
 
 def _given(sent: msgspec.Raw) -> str:

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from shardline.gateway.json_body import refuse, unsupported
+from shardline.gateway.request_fields import NO_EFFECT, NOT_SENT, check_nothing_asked, matching, one_of, only, shown
 
 FUNCTIONS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+"""Of a function."""
+
+
+TOOL_CHOICES = ("none", "auto", "required")
+ONLY_FUNCTION = one_of(("function",))
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: Annotated[str, matching(NAME)]
     description: str | None = None
-    parameters: msgspec.Raw = msgspec.Raw()
+    parameters: Annotated[msgspec.Raw, shown(type=["object", "null"])] = NOT_SENT
     strict: bool | None = None
+    type: Annotated[Literal["function"] | None, NO_EFFECT] = None
+    """Said once more by clients that take the tool of another API for a function."""
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
+    type: Annotated[str, ONLY_FUNCTION]
     function: FunctionTool | None = None
-    custom: msgspec.Raw = msgspec.Raw()
+    custom: Annotated[msgspec.Raw, only()] = NOT_SENT
 
 
 class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,10 +44,10 @@ class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
+    type: Annotated[str, ONLY_FUNCTION]
     function: NamedFunction | None = None
-    custom: msgspec.Raw = msgspec.Raw()
-    allowed_tools: msgspec.Raw = msgspec.Raw()
+    custom: Annotated[msgspec.Raw, only()] = NOT_SENT
+    allowed_tools: Annotated[msgspec.Raw, only()] = NOT_SENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +105,14 @@ def tools_of(sent: list[Tool] | None, choice: str | ToolChoice | None, parallel:
 
 
 def _named(choice: str | ToolChoice | None) -> str | None:
-    if choice is None or choice in ("none", "auto", "required"):
+    if choice is None or choice in TOOL_CHOICES:
         return None
     if isinstance(choice, str):
-        refuse("tool_choice", f"'tool_choice' must be none, auto, required, or name a function, not '{choice[:40]}'")
+        words = ", ".join(TOOL_CHOICES)
+        refuse("tool_choice", f"'tool_choice' must be one of {words}, or name a function, not '{choice[:40]}'")
     if choice.type != "function":
         unsupported("tool_choice", f"'tool_choice' of type '{choice.type[:40]}' is not supported")
+    check_nothing_asked(choice, at="tool_choice")
     if choice.function is None:
         refuse("tool_choice", "'tool_choice' of type function needs 'function' with a 'name'")
     return choice.function.name
@@ -111,10 +121,11 @@ def _named(choice: str | ToolChoice | None) -> str | None:
 def _function(tool: Tool, at: str) -> tuple[Function, dict[str, Any]]:
     if tool.type != "function":
         unsupported("tools", f"'{at}': a tool of type '{tool.type[:40]}' is not supported")
+    check_nothing_asked(tool, at=at)
     sent = tool.function
     if sent is None:
         refuse("tools", f"the field '{at}.function' is required")
-    if not _NAME.fullmatch(sent.name):
+    if not NAME.fullmatch(sent.name):
         refuse("tools", f"'{at}.function.name' must be 1 to 64 of a-z, A-Z, 0-9, _, - and dots")
     raw = bytes(sent.parameters).strip()
     try:

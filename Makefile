@@ -15,7 +15,7 @@ export LLAMA_INDEX ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs proofs faults soak fuzz clean python
+.PHONY: help demo test check bench docs site proofs faults soak clients fuzz clean python
 
 help: ## This list
 	@echo "Shardline: one open model served over several machines."
@@ -62,6 +62,10 @@ soak: python ## Mixed load for MINUTES=30: right answers, flat memory, nothing l
 	@$(PYTHON) scripts/prepare.py test
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
+clients: python ## Clients of the API as they are, each in an environment of its own; writes what each could do (ARGS)
+	@$(PYTHON) scripts/prepare.py test
+	@$(BIN)/python -m pytest -m "long or not long" tests/clients --conformance tests/clients/conformance.json $(ARGS)
+
 fuzz: python ## Bytes of strangers into every reader, led by coverage, SECONDS=60 for each (ARGS='--target gguf')
 	@$(PYTHON) scripts/prepare.py test
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group fuzz
@@ -70,6 +74,11 @@ fuzz: python ## Bytes of strangers into every reader, led by coverage, SECONDS=6
 docs: python ## Generate the reference pages anew (settings, errors, commands, protocol example)
 	@$(PYTHON) scripts/prepare.py bench
 	@$(BIN)/python scripts/reference.py
+
+site: python ## The documentation as a site, in build/site: strict, and with nothing from other hosts
+	@$(PYTHON) scripts/prepare.py bench
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group docs
+	@$(BIN)/python scripts/site.py
 
 clean: ## Remove .venv and all caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

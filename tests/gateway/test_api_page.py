@@ -8,7 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardline.gateway import anthropic_requests, json_body, llama_server_text, responses_requests
+from shardline.gateway import (
+    anthropic_requests,
+    embeddings,
+    embeddings_request,
+    json_body,
+    llama_server_text,
+    responses_requests,
+)
 from shardline.gateway import openai_requests as requests
 from shardline.gateway.messages import ROLES, FunctionCall, Message, Part, ToolCall
 from shardline.gateway.structured import JsonSchema, ResponseFormat
@@ -37,7 +44,7 @@ def test_every_field_is_on_the_page(kind: type) -> None:
     "kind",
     [
         kind
-        for module in (anthropic_requests, llama_server_text, responses_requests)
+        for module in (anthropic_requests, embeddings_request, llama_server_text, responses_requests)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
     ],
@@ -55,7 +62,7 @@ def test_every_role_is_on_the_page() -> None:
 def test_every_path_is_on_the_page() -> None:
     source = (Path(requests.__file__).parent / "app.py").read_text(encoding="utf-8")
     routes = re.findall(r'\("(GET|POST|DELETE)", (?:f"\{session\}(/\w+)?"|session|"(/[^"]*)"), self', source)
-    assert len(routes) == 19
+    assert len(routes) >= 20
     for method, under, path in routes:
         full = path.replace("{id:path}", "{id}") or f"/v1/route-sessions/{{id}}{under}"
         assert f"`{method} {full}`" in PAGE
@@ -72,6 +79,9 @@ def test_every_path_is_on_the_page() -> None:
         f"| `logprobs` | 0 to {requests.TEXT_LOGPROBS} |",
         f"up to {FUNCTIONS} functions",
         f"at most {GRAMMAR_BYTES:,} bytes",
+        f"at most {embeddings_request.INPUTS:,} inputs",
+        f"{embeddings.AT_A_TIME} at a time",
+        f"the first {embeddings.SESSIONS_TOLD}",
         f"at most {json_body.VALUES:,} values and {json_body.MEMBERS:,}\nmembers of objects",
     ],
 )

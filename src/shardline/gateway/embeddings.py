@@ -49,8 +49,8 @@ class Embedding:
     model: ModelInfo
     key_id: str
     prompts: list[list[int]]
-    announced: str
-    """The Route Session of the first input."""
+    announced: str | None
+    """The Route Session of the first input, until that begins."""
     sessions: dict[int, str] = field(default_factory=dict)
     """Input -> public id of its Route Session, of those that have begun."""
     vectors: dict[int, msgspec.Raw] = field(default_factory=dict)
@@ -143,11 +143,12 @@ class EmbeddingRequests:
             error.details.setdefault("route_sessions", embedding.told_sessions)
             raise
         finally:
-            if not embedding.sessions:  # it was left before the announced one began
+            if embedding.announced is not None:  # it was left before the first one began
                 self._generations.withdraw(embedding.announced, None)
 
     async def _embedded(self, embedding: Embedding, index: int) -> Embedded:
         request, model = embedding.request, embedding.model
+        session, embedding.announced = embedding.announced, None
         generation = self._generations.start(
             GenerationRequest(
                 model=model.model,
@@ -159,7 +160,7 @@ class EmbeddingRequests:
                 stop=(),
                 key_id=embedding.key_id,
                 reuse=False,
-                session=embedding.announced if index == 0 else None,
+                session=session,
                 embed=Embed(pooling=request.pooling),
             )
         )

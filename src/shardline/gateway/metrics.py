@@ -46,13 +46,14 @@ class EndedSession:
 def ended_session(record: Record) -> EndedSession:
     """Of a record whose session is over."""
     first_ms, decode_ms = record.ttft_ms, record.timings()["predicted_ms"]
+    computed = record.tokens > 0 or record.phase == "completed"  # of an embedding there are no tokens
     return EndedSession(
         status=record.phase,
         code=None if record.failure is None else str(record.failure["code"]),
         model=record.model,
         tokens=record.tokens,
-        prompt_tokens=record.prompt_tokens if record.tokens else 0,
-        cached_tokens=record.cached if record.tokens else 0,
+        prompt_tokens=record.prompt_tokens if computed else 0,
+        cached_tokens=record.cached if computed else 0,
         lasted_s=record.phases()[-1][1] / 1e3,
         first_token_s=None if first_ms is None else first_ms / 1e3,
         decode_s=None if decode_ms is None else decode_ms / 1e3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -304,6 +305,72 @@ async def test_a_disk_that_gets_full_ends_it_with_what_came_held(small_disk: Pat
         assert sum(end - start for start, end in source.asked) <= size_of(model) - (len(held) << 18)
         check_whole(artifact, model)
     store.close()
+
+
+async def test_a_disk_that_takes_nothing_ends_it_by_name(small_disk: Path, bundle: Bundle, model: Path) -> None:
+    """Also where the claim of a piece is the first thing that cannot be written."""
+    store = Store(small_disk / "store", reserve_bytes=0)
+    with store.add(bundle) as artifact:
+        filled(artifact, model, {0: [0]})
+    await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with store.open(bundle.manifest.content_id, ANYBODY) as artifact:
+        fetch = Fetch(artifact, everything(artifact), connections=2)
+        fetch.add(FileSource(model))
+        with pytest.raises(ShardlineError) as caught:
+            await run(fetch)
+        assert caught.value.code == "state_unwritable"
+        assert list(artifact.held()[0]) == [0]
+        assert artifact.files[0].read(0, 100) == content_of(model)[:100]
+    store.close()
+
+
+async def test_a_full_disk_whose_folder_goes_away_ends_it_by_name(
+    small_disk: Path, bundle: Bundle, model: Path
+) -> None:
+    store = Store(small_disk / "store", reserve_bytes=0)
+    with store.add(bundle) as artifact:
+        seen: list[FetchProgress] = []
+        fetch = Fetch(artifact, everything(artifact), connections=1, space_wait_s=20.0, progress=seen.append)
+        fetch.add(FileSource(model, delay_s=0.05))
+        task = asyncio.get_running_loop().create_task(run(fetch))
+        while fetch.progress().done_bytes == 0:
+            await asyncio.sleep(0.001)
+        (small_disk / "blocker").write_bytes(bytes(6 << 20))
+        async with asyncio.timeout(20):
+            while not any(told.state == "paused" for told in seen):
+                await asyncio.sleep(0.01)
+        store.folder.rename(small_disk / "away")
+        with pytest.raises(ShardlineError) as caught:
+            await task
+        assert caught.value.code == "state_unwritable"
+    store.close()
+
+
+class Refuses(DeadSource):
+    """For good."""
+
+    async def read(self, number: int, start: int, into: memoryview) -> None:
+        raise ShardlineError("source_failed", "no", final=True)
+
+
+async def test_a_source_that_was_given_up_takes_its_place_again(artifact: StoredArtifact, model: Path) -> None:
+    """However often it comes back, it is one source; and those that are gone do not pile up."""
+    fetch = Fetch(artifact, everything(artifact), connections=1)
+    has = Pieces.of(artifact.files[0].count, [0])
+    fetch.add(FileSource(model, name="slow", has=has))
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(run(fetch))
+        for turn in range(70):
+            dead = Refuses()
+            dead.name = f"dead {turn % 69}"
+            fetch.add(dead)
+            while fetch.asks(dead.name):
+                await asyncio.sleep(0)
+        names = [source.name for source in fetch.progress().sources]
+        assert names.count("dead 0") == 1 and len(names) <= 68
+        fetch.add(FileSource(model))
+        await task
+    check_whole(artifact, model)
 
 
 async def test_a_paused_fetch_goes_on_by_itself(small_disk: Path, bundle: Bundle, model: Path) -> None:

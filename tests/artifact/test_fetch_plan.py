@@ -77,7 +77,7 @@ def test_pieces_of_other_processes_are_left_to_them_for_a_while() -> None:
     assert run is not None
     plan.shorten(run, 1)
     assert (run.first, run.end) == (0, 1)
-    assert plan.elsewhere
+    assert plan.elsewhere is not None
     assert taken(plan.take(one, [one], 0.0)) == (0, 2, 4)
     assert plan.take(one, [one], 0.0) is None
     plan.look_again()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -12,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from shardline.artifact.bundle import Bundle
-from shardline.artifact.locks import Claims
-from shardline.artifact.store import Store
+from shardline.artifact.fetch import Fetch
+from shardline.artifact.locks import Claims, is_stopped
+from shardline.artifact.store import Store, StoredArtifact
 from shardline.errors import ShardlineError
-from tests.support.stores import ANYBODY, described, filled, layered_model
+from tests.support.stores import ANYBODY, FileSource, described, filled, layered_model
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 40.0
@@ -24,7 +27,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from shardline.artifact.locks import Claims
-from shardline.artifact.store import Store
+from shardline.artifact.store import Store, StoredArtifact
 from tests.support.stores import ANYBODY
 store = Store(Path(sys.argv[1]), reserve_bytes=0)
 artifact = store.open(sys.argv[2], ANYBODY)
@@ -132,11 +135,43 @@ def test_use_and_claims_of_another_process_count_until_it_dies(tmp_path: Path, b
         claims = Claims(store.folder / "locks" / f"{content_id}.claims")
         assert claims.take(0, 9) == 3
         assert claims.take(6, 9) == 9
+        assert [claims.holder(piece) for piece in (2, 3, 5, 6, 20)] == [None, child.pid, child.pid, None, None]
+        assert not is_stopped(child.pid)
         child.kill()
         child.wait(timeout=WAIT_S)
         assert claims.take(3, 6) == 6
         claims.close()
         store.remove(content_id)
+    finally:
+        child.kill()
+        child.communicate(timeout=WAIT_S)
+        store.close()
+
+
+def test_a_process_that_is_stopped_is_named_and_not_waited_for(tmp_path: Path, bundle: Bundle, model: Path) -> None:
+    """It would keep its claims until somebody lets it go on."""
+    store = Store(tmp_path / "store", reserve_bytes=0)
+    content_id = bundle.manifest.content_id
+    store.add(bundle).close()
+    command = [sys.executable, "-c", HOLD, str(store.folder), content_id]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+    async def fetched(artifact: StoredArtifact) -> None:
+        fetch = Fetch(artifact, {0: range(9)}, connections=1, stall_s=1.0)
+        fetch.add(FileSource(model))
+        async with asyncio.timeout(5):
+            await fetch.run()
+
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+        child.send_signal(signal.SIGSTOP)
+        with store.open(content_id, ANYBODY) as artifact:
+            with pytest.raises(ShardlineError) as caught:
+                asyncio.run(fetched(artifact))
+            assert caught.value.code == "artifact_unavailable"
+            assert f"process {child.pid} of this machine has claimed some, and is stopped" in caught.value.message
+            assert list(artifact.held()[0]) == [0, 1, 2, 6, 7, 8]
     finally:
         child.kill()
         child.communicate(timeout=WAIT_S)

@@ -82,6 +82,29 @@ async def test_two_empty_machines_answer_as_the_unsplit_model(tmp_path: Path) ->
         assert found["served"] == [1] * 30 and found["coverage"] == [2] * 30
 
 
+async def test_a_node_with_the_file_gives_it_without_being_told_to(tmp_path: Path) -> None:
+    """By content: it was offered elsewhere, under another path. Its store refers to the file, and copies nothing."""
+    async with plane(tmp_path, demo_model()) as cluster:
+        mine = tmp_path / "mine.gguf"
+        mine.write_bytes(demo_model().read_bytes())
+        owner = await cluster.start_node(str(mine), "--layers", "0:15", "--kv-tokens", "2048")
+        other = await cluster.empty_node("other", "--layers", "15:30", *SMALL)
+        await other.until("ready", 60)
+        total, sources = fetched(other)
+        assert total and set(sources) <= {owner.url.removeprefix("http://"), f"{owner.facts['node']} (BitTorrent)"}
+        (told,) = (one for one in (await cluster.artifacts())["seeders"] if one["node"] == owner.facts["node"])
+        assert told["servable"] == [[0, 30]]
+        assert [*(tmp_path / "state" / "artifacts").glob("*/data/*")] == []
+        await cluster.until_served()
+        assert await cluster.text(QUESTION, max_tokens=4)
+        mine.write_bytes(bytes(1 << 20))
+
+        async def gone() -> bool:
+            return not any(one["servable"] == [[0, 30]] for one in (await cluster.artifacts())["seeders"])
+
+        await until(gone, 30)
+
+
 async def test_placement_says_what_a_node_takes_and_why(tmp_path: Path) -> None:
     async with plane(tmp_path, demo_model()) as cluster:
         await cluster.seed()

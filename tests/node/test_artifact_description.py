@@ -11,6 +11,7 @@ from shardline.artifact.bundle import MANIFEST_NAME, SIGNATURE_NAME, TORRENT_NAM
 from shardline.artifact.signing import new_key
 from shardline.artifact.store import Store
 from shardline.errors import ShardlineError
+from shardline.node import artifact_description
 from shardline.node.artifact_description import fetched, policy_for, stored, stored_names
 from tests.support.artifacts import big_gguf, publisher, safetensors_folder, signed_bundle
 
@@ -104,6 +105,26 @@ async def test_what_was_tampered_with(store: Store, bundle: Bundle, tmp_path: Pa
         assert await refused(store, content_id, policy, Folder(bundle, model_torrent=broken)) == "artifact_invalid"
     junk = Folder(bundle, manifest_json=b"{}")
     assert await refused(store, content_id, policy_for(TrustPolicy(), content_id), junk) == "artifact_invalid"
+
+
+async def test_a_tracker_that_is_busy_is_asked_again(
+    store: Store, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifact_description, "_AGAIN_S", 0.01)
+    ask, busy = Folder(bundle), [3]
+
+    async def sometimes(path: str, most: int) -> bytes:
+        if busy[0]:
+            busy[0] -= 1
+            raise ShardlineError("queue_full", "others are served")
+        return await ask(path, most)
+
+    (await fetched(store, bundle.manifest.content_id, KEYS, sometimes)).close()
+    monkeypatch.setattr(artifact_description, "BUSY_S", 0.0)
+    busy[0] = 99
+    with pytest.raises(ShardlineError) as caught:
+        await fetched(store, bundle.manifest.content_id, KEYS, sometimes)
+    assert caught.value.code == "queue_full"
 
 
 async def test_what_was_believed_by_a_pin_is_asked_for_again_where_a_key_is_wanted(

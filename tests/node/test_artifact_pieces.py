@@ -14,6 +14,7 @@ from shardline.artifact.bundle import Bundle
 from shardline.artifact.shelf import Shelf
 from shardline.artifact.store import Store, StoredArtifact
 from shardline.node import artifact_pieces
+from shardline.node import bans as banning
 from shardline.node.artifact_pieces import ArtifactPieces
 from shardline.settings import Settings
 from shardline.transport.http_client import HttpClient
@@ -35,6 +36,8 @@ class Plane:
         self.model = layered_model(folder / "model", layers=4)
         self.bundle: Bundle = described(self.model, folder / "bundle")
         self.named: list[Source] = []
+        self.given: dict[str, PieceServer] = {}
+        self.stores: dict[str, StoredArtifact] = {}
         self.announced: list[tuple[str, dict[str, Any]]] = []
         self.stack = AsyncExitStack()
 
@@ -43,10 +46,10 @@ class Plane:
         self.stack.callback(store.close)
         return self.stack.enter_context(store.add(self.bundle))
 
-    async def seed(self, name: str, *, rotten: Sequence[int] = ()) -> Source:
-        """A Node with everything; of the `rotten` pieces it does not know that they are."""
-        artifact = self.store(name)
-        filled(artifact, self.model)
+    async def seed(self, name: str, *, rotten: Sequence[int] = (), has: Sequence[int] | None = None) -> Source:
+        """A Node with everything, if not said what; of the `rotten` pieces it does not know that they are."""
+        artifact = self.stores[name] = self.store(name)
+        filled(artifact, self.model, None if has is None else {0: has})
         length = artifact.files[0].tree.piece_length
         with artifact.files[0].data_path.open("r+b") as file:
             for piece in rotten:
@@ -54,7 +57,8 @@ class Plane:
                 file.write(b"rotten")
         shelf = Shelf()
         shelf.put(artifact)
-        app = piece_app(PieceServer(shelf, SETTINGS), CREDENTIAL)
+        given = self.given[name] = PieceServer(shelf, SETTINGS)
+        app = piece_app(given, CREDENTIAL)
         server = await serve(app, settings=SETTINGS, host="127.0.0.1", port=0, lifespan="off")
         self.stack.push_async_callback(server.stop)
         return Source(node=f"n-{name}", url=server.url)
@@ -140,11 +144,50 @@ async def test_who_gives_wrong_bytes_is_accused_once_and_asked_nothing_more(tmp_
         assert all(pieces.artifact.files[0].is_whole(piece) for piece in wanted)
 
 
+async def test_who_lies_is_not_asked_again_in_the_same_fetch_until_its_ban_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifact_pieces, "AGAIN_S", 0.05)
+    monkeypatch.setattr(banning, "FIRST_S", 1.0)
+    async with plane(tmp_path) as made:
+        pieces = made.fetching()
+        wanted = pieces.artifact.wanted(0, 4)[0]
+        liar = await made.seed("liar", rotten=wanted)
+        # Somebody who has nearly nothing keeps the fetch going.
+        made.named += [liar, await made.seed("poor", has=[0])]
+        async with asyncio.TaskGroup() as tasks:
+            bringing = tasks.create_task(pieces.bring(0, 4))
+            await until(lambda: bool(pieces.accused() == ["n-liar"]))
+            sent = made.given["liar"].sent_bytes
+            await asyncio.sleep(0.05 * 5)
+            assert made.given["liar"].sent_bytes == sent and not bringing.done()
+            data = made.stores["liar"].files[0].data_path
+            data.write_bytes(made.model.read_bytes())
+            await bringing
+        assert made.given["liar"].sent_bytes > sent
+
+
+async def test_of_a_tracker_that_names_everybody_some_are_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifact_pieces, "SOURCES_AT_A_TIME", 4)
+    async with plane(tmp_path) as made:
+        pieces = made.fetching()
+        made.named += [await made.seed("poor", has=[0])] * 3
+        made.named += [Source(node=f"n-{port}", url=f"http://127.0.0.1:{port}") for port in range(1, 500)]
+        async with asyncio.TaskGroup() as tasks:
+            bringing = tasks.create_task(pieces.bring(0, 4))
+            await until(lambda: len(made.announced) > 2)
+            made.named = [await made.seed("good")]
+            await bringing
+
+
 async def test_what_another_way_found_out_counts_here_too(tmp_path: Path) -> None:
     async with plane(tmp_path) as made:
         pieces = made.fetching()
         made.named += [await made.seed("liar"), await made.seed("good")]
-        pieces.ban("n-liar")
+        pieces.bans.ban("n-liar", asyncio.get_running_loop().time())
+        pieces.accuse("n-liar")
         assert pieces.accused() == ["n-liar"]
         await pieces.bring(0, 4)
         sources = {str(facts["source"]) for _, facts in made.announced if "source" in facts}

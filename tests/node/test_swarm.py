@@ -20,9 +20,11 @@ from shardline.artifact.bundle import Bundle
 from shardline.artifact.fetch import Fetch, FetchProgress
 from shardline.artifact.store import Wanted
 from shardline.errors import ShardlineError
+from shardline.node import bans as banning
 from shardline.node import swarm as swarming
 from shardline.node import swarm_torrent
 from shardline.settings import Settings
+from shardline.transport.torrent_messages import Peer
 from shardline.transport.torrent_process import missing
 from shardline.wire.artifacts import Source
 from shardline.wire.bitmap import Pieces
@@ -130,6 +132,71 @@ async def test_three_thirds_make_a_whole(model: Path, bundle: Bundle, tmp_path: 
         told = await fetched(last, everything(last))
         assert is_the_model(last, model)
         assert {source.name for source in told.sources} == {f"n-{number} (BitTorrent)" for number in range(3)}
+
+
+NO_ADDRESSES = (
+    *("", "127.0.0.1", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1: 80", "a.host:80"),
+    *("127.0.0.1:\u00b2", "127.0.0.1:\u0663", "127.0.0.1:" + "9" * 5000, "127.0.0.1:80:80", "1.2.3:80"),
+    *("[fe80::1%25lo]:80", "[fe80::1%lo]:80", "[::]:80", "0.0.0.0:80", "[ff02::1]:80", "224.0.0.1:80", "[::1:80"),
+)
+
+
+@pytest.mark.parametrize("text", NO_ADDRESSES)
+def test_what_is_no_address_of_a_machine_is_called_by_nobody(text: str) -> None:
+    """Whatever a Tracker says: it ends neither the Node nor its BitTorrent."""
+    assert swarming._peer(Source(node="n-1", url="http://127.0.0.1:9", bittorrent=text)) is None
+
+
+def test_addresses_of_machines() -> None:
+    for text, peer in (("127.0.0.1:80", Peer("127.0.0.1", 80)), ("[::1]:65535", Peer("::1", 65535))):
+        assert swarming._peer(Source(node="n-1", url="http://127.0.0.1:9", bittorrent=text)) == peer
+
+
+async def test_a_ban_ends_and_who_gives_right_pieces_by_then_is_used(
+    model: Path, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(banning, "FIRST_S", 3.0)
+    named = Named()
+    async with (
+        member(named, "n-one", bundle, tmp_path, model=model) as one,
+        member(named, "n-two", bundle, tmp_path) as two,
+    ):
+        data = one.artifact.files[0].data_path
+        right = content_of(data)
+        data.write_bytes(bytes(len(right)))
+        running = asyncio.create_task(fetched(two, everything(two)))
+        await until(lambda: two.banned == ["n-one"])
+        data.write_bytes(right)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await connected(two)
+        await fetched(two, everything(two))
+        assert is_the_model(two, model)
+
+
+async def test_taken_away_in_the_middle_of_a_fetch_it_writes_nothing_more(
+    model: Path, bundle: Bundle, tmp_path: Path
+) -> None:
+    """And the fetch hears of it no sooner than that."""
+    named = Named()
+    async with (
+        member(named, "n-one", bundle, tmp_path, model=model, settings=Settings(upload_bytes_per_s=2 << 20)),
+        member(named, "n-two", bundle, tmp_path) as two,
+    ):
+        source = two.swarm.source(two.artifact.content_id)
+        assert source is not None
+        running = asyncio.create_task(fetched(two, everything(two), stall_s=1.0))
+        await until(lambda: source.received_bytes > 0)
+        taking = asyncio.create_task(two.swarm.take(two.artifact.content_id))
+        await asyncio.sleep(0)
+        assert not any(run.failure for run in source._runs)
+        await taking
+        with pytest.raises(ShardlineError, match="taken away"):
+            await running
+        assert all_whole(two) and two.swarm.pid is not None
+        await fetched(two, everything(two), FileSource(model))
+        assert is_the_model(two, model)
 
 
 async def test_who_lies_is_banned_and_named_and_the_fetch_completes(

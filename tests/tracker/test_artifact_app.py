@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from shardline.artifact.bundle import load_bundle
 from shardline.artifact.possession import answer
@@ -16,6 +16,7 @@ from shardline.artifact.signing import SIGNATURE_BYTES_LIMIT
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.tracker.app import create_app
+from shardline.tracker.bundle_files import TO_ONE, BundleFiles
 from shardline.tracker.examination import ask_with
 from shardline.tracker.offers import Offer
 from shardline.tracker.state import TrackerState, dial_with
@@ -175,6 +176,36 @@ async def test_a_file_that_was_changed_into_a_link_is_not_followed(
     finally:
         path.unlink()
         path.write_bytes(kept)
+
+
+async def test_who_does_not_take_what_it_asked_for_keeps_nobody_out(folder_offer: Offer) -> None:
+    """However many they are: one address has some places, all together more, and nobody keeps one."""
+    files = BundleFiles([folder_offer], Settings(control_s=0.3))
+    sent: list[Message] = []
+
+    def scope(address: str) -> Scope:
+        params = {"content_id": folder_offer.content_id, "path": "manifest.json"}
+        return {"type": "http", "method": "GET", "client": (address, 9), "path_params": params}
+
+    async def stuck(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def taken(message: Message) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        slow = [tasks.create_task(refused(files(scope("127.0.0.2"), receive, stuck))) for _ in range(TO_ONE)]
+        await asyncio.sleep(0.05)
+        assert (await refused(files(scope("127.0.0.2"), receive, taken))).code == "queue_full"
+        await files(scope("127.0.0.3"), receive, taken)
+    body = b"".join(message.get("body", b"") for message in sent)
+    assert body == (folder_offer.bundle.folder / "manifest.json").read_bytes()
+    assert [one.result().code for one in slow] == ["slow_client"] * TO_ONE
+    await files(scope("127.0.0.2"), receive, taken)
 
 
 async def test_strangers_get_nothing(cluster: Cluster, offered: Offered) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import subprocess
@@ -198,6 +199,10 @@ HOSTILE: dict[str, tuple[Callable[[bytes, int, int], bytes], str]] = {
         lambda raw, s, e: b"HTTP/1.1 302 Found\r\nlocation: file:///etc/passwd\r\ncontent-length: 0\r\n\r\n",
         "no URL",
     ),
+    "broken url": (
+        lambda raw, s, e: b"HTTP/1.1 302 Found\r\nlocation: http://[\r\ncontent-length: 0\r\n\r\n",
+        "no URL",
+    ),
     "loop": (
         lambda raw, s, e: b"HTTP/1.1 302 Found\r\nlocation: /again\r\ncontent-length: 0\r\n\r\n",
         "redirects more than",
@@ -337,9 +342,11 @@ def nginx(tmp_path: Path, model: Path) -> Iterator[str]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
+    # Where root runs it, it would else become somebody who may not read the folder.
+    user = "" if os.geteuid() else "user root;\n"
     config = tmp_path / "nginx.conf"
     config.write_text(
-        f"daemon off; pid {tmp_path}/pid; error_log stderr; events {{}}\n"
+        f"{user}daemon off; pid {tmp_path}/pid; error_log stderr; events {{}}\n"
         f"http {{ access_log off; server {{ listen 127.0.0.1:{port}; root {model.parent}; }} }}\n"
     )
     child = subprocess.Popen([program, "-c", str(config), "-p", str(tmp_path)], stderr=subprocess.PIPE)

@@ -12,6 +12,7 @@ from shardline.errors import ShardlineError
 from shardline.settings import PROTOCOL, Settings
 from shardline.transport.http_server import ControlGate, ErrorBoundary, read_body, send_body, send_json
 from shardline.transport.tracker_client import TrackerClient
+from shardline.wire.artifacts import SOURCES_LIMIT, Source, SourceList
 from shardline.wire.messages import (
     HeartbeatAnswer,
     ModelList,
@@ -133,3 +134,9 @@ async def test_its_refusals_pass_unchanged() -> None:
 def test_a_url_is_checked_at_once() -> None:
     with pytest.raises(ShardlineError):
         TrackerClient(None, "localhost:8700")  # type: ignore[arg-type]
+
+
+async def test_no_more_sources_are_taken_than_a_tracker_may_name() -> None:
+    named = SourceList(sources=[Source(node=f"n-{n}", url="http://127.0.0.1:9") for n in range(5000)])
+    async with tracker(named) as (client, _):
+        assert await client.sources("c", "n") == named.sources[:SOURCES_LIMIT]

@@ -18,6 +18,7 @@ from typing import Literal
 
 import structlog
 
+from shardline.artifact.identity import HashedFile
 from shardline.artifact.piece_writer import PieceWriter
 from shardline.artifact.store import StoredArtifact
 from shardline.artifact.stored_file import StoredFile
@@ -89,7 +90,7 @@ def adopt(artifact: StoredArtifact, number: int, path: Path, *, refer: bool = Tr
         if len(good) == file.count and refer:
             # The file itself: the link may go, or lead elsewhere tomorrow.
             path = path.resolve()
-            file.refer(path, after)
+            file.refer(path, after.st_mtime_ns, after.st_ino)
             return Adopted(path, number, "reference", len(good))
         return _copied(artifact, number, path, handle, good)
     except OSError as error:
@@ -177,6 +178,19 @@ def _plain(entry: os.DirEntry[str]) -> os.stat_result | None:
         return entry.stat() if entry.is_file() else None
     except OSError:
         return None
+
+
+def adopt_hashed(artifact: StoredArtifact, files: Iterable[HashedFile]) -> int:
+    """Refer to files whose hashes are known, without reading them: those that the store lacks a piece of, and that are
+    files of the artifact. How many. Errors: `disk_full`, `state_unwritable`."""
+    numbers = {file.name: number for number, file in enumerate(artifact.files)}
+    taken = 0
+    for found in files:
+        file = artifact.files[numbers[found.root]] if found.root in numbers else None
+        if file is not None and len(file.held()) < file.count:
+            file.refer(found.path, found.mtime_ns, found.inode)
+            taken += 1
+    return taken
 
 
 def adopt_all(artifact: StoredArtifact, folders: Iterable[Path], *, refer: bool = True) -> list[Adopted]:

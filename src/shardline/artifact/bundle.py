@@ -14,6 +14,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -87,6 +88,12 @@ def read_bundle_file(bundle: Bundle, path: str, limit: int) -> bytes:
         return _read(bundle.folder, path, limit)
     except OSError as error:
         raise _bad(f"{path} cannot be read: {error.strerror or type(error).__name__}") from None
+
+
+def open_bundle_file(bundle: Bundle, path: str, limit: int) -> FileIO:
+    """The same, to be read piece by piece; who opens it closes it. Errors as of `read_bundle_file`. Blocking."""
+    handle, _ = _open(bundle.folder, path, limit)
+    return FileIO(handle, "rb")
 
 
 def load_manifest(folder: Path, policy: TrustPolicy) -> Manifest:

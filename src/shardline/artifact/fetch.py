@@ -18,10 +18,12 @@ from typing import Literal
 import structlog
 
 from shardline.artifact.fetch_plan import RUN_BYTES, FetchPlan, Row, Run
+from shardline.artifact.locks import is_stopped
 from shardline.artifact.piece_writer import PieceWriter
 from shardline.artifact.scrub import recover
-from shardline.artifact.sources import PlacingSource, Rate, Source, SourceAccount, SourceProgress
+from shardline.artifact.sources import Accounts, PlacingSource, Rate, Source, SourceAccount, SourceProgress
 from shardline.artifact.store import StoredArtifact, Wanted
+from shardline.artifact.stored_file import unwritable
 from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
 
@@ -34,7 +36,7 @@ OFFER_S = 2.0
 STALL_S = 20.0
 """Nobody has what is missing for so long: the fetch fails."""
 ELSEWHERE = 10
-"""So many times longer, where another process of this machine says that it fetches it."""
+"""So many times longer, where another process of this machine fetches it, and is not stopped."""
 
 log = structlog.get_logger(__name__)
 
@@ -54,6 +56,8 @@ class FetchProgress:
     seconds_left: float | None
     """None: not known."""
     sources: tuple[SourceProgress, ...]
+    elsewhere: int | None = None
+    """A process of this machine that fetches some of it for itself: what it brings is there for all."""
 
 
 class Fetch:
@@ -69,9 +73,11 @@ class Fetch:
         beside_bytes: int = 0,
         stall_s: float = STALL_S,
         progress: Callable[[FetchProgress], None] | None = None,
+        banned: Callable[[str], None] = lambda name: None,
     ) -> None:
         """`connections`: requests to one source at a time. `space_wait_s`: a full disk is waited for so long.
-        `beside_bytes`: what else will be written to the disk of the store, made of these pieces."""
+        `beside_bytes`: what else will be written to the disk of the store, made of these pieces. `banned`: is told
+        the name of a source that gave a wrong piece, at once."""
         self.artifact = artifact
         self.writer = PieceWriter(artifact)
         self._row = Row(file.count for file in artifact.files)
@@ -83,7 +89,9 @@ class Fetch:
         self._beside_bytes = beside_bytes
         self._stall_s = stall_s
         self._progress = progress
-        self._accounts: list[SourceAccount] = []
+        self._banned = banned
+        self._accounts = Accounts()
+        self._elsewhere: int | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._over = asyncio.Event()
@@ -100,11 +108,21 @@ class Fetch:
         self._last_news = 0.0
 
     def add(self, source: Source | PlacingSource) -> None:
-        """One more source; call it on the loop that runs the fetch."""
+        """One more source, or one again that was given up; call it on the loop that runs the fetch."""
         account = SourceAccount(source, Rate(_now()), run_bytes=max(RUN_BYTES[0], self._piece_bytes))
-        self._accounts.append(account)
+        self._accounts.add(account)
         if self._group is not None and not self._over.is_set():
+            self._tasks = [task for task in self._tasks if not task.done()]
             self._tasks.append(self._group.create_task(self._serve(account)))
+
+    def asks(self, name: str) -> bool:
+        """Whether a source of this name is asked for pieces at the moment."""
+        return any(account.source.name == name for account in self._accounts.active())
+
+    @property
+    def active(self) -> int:
+        """How many sources are asked."""
+        return len(self._accounts.active())
 
     async def run(self) -> FetchProgress:
         """Returns when all wanted pieces are held.
@@ -154,10 +172,11 @@ class Fetch:
             state="paused" if self._paused else "fetching" if self._plan.missing else "done",
             done_bytes=total - missing,
             total_bytes=total,
-            fetched_bytes=sum(account.fetched_bytes for account in self._accounts),
+            fetched_bytes=self._accounts.fetched_bytes,
             bytes_per_s=rate,
             seconds_left=missing / rate if rate > 0 else None,
-            sources=tuple(row for account in self._accounts for row in _shown(account, now)),
+            sources=tuple(row for account in self._accounts for row in account.shown(now)),
+            elsewhere=self._elsewhere,
         )
 
     # Beginning and end.
@@ -236,7 +255,12 @@ class Fetch:
         while (run := self._plan.take(account, self._accounts, _now())) is not None:
             if run.second:
                 return run
-            end = self.artifact.claims.take(run.first, run.end)
+            try:
+                end = self.artifact.claims.take(run.first, run.end)
+            except OSError as error:
+                self._plan.shorten(run, run.first)
+                self._fail(unwritable(error, self.artifact.folder))
+                return None
             if end < run.end:
                 self._plan.shorten(run, end)
             if end == run.first:
@@ -287,6 +311,7 @@ class Fetch:
         if bad:
             account.gave_wrong(number, bad)
             log.warning("source_banned", source=account.source.name, file=number, pieces=bad[:8])
+            self._banned(account.source.name)
         count = self.artifact.files[number].count
         self._brought(number, Pieces.span(count, first, first + run.end - run.first) - Pieces.of(count, bad))
         if self.writer.uncommitted_bytes >= COMMIT_BYTES:
@@ -362,8 +387,13 @@ class Fetch:
             deadline = _now() + self._space_wait_s
             with self._pausing(needed):
                 while not self._over.is_set():
-                    if await asyncio.to_thread(self.artifact.store.free_bytes) >= needed:
-                        return True
+                    try:
+                        if await asyncio.to_thread(self.artifact.store.free_bytes) >= needed:
+                            return True
+                    except ShardlineError as error:
+                        # The folder went away while it was full.
+                        self._fail(error)
+                        return False
                     if _now() >= deadline:
                         return False
                     await asyncio.sleep(TICK_S)
@@ -408,18 +438,24 @@ class Fetch:
                 self._over.set()
             if self._plan.running:
                 self._last_news = _now()
-            patience = self._stall_s * (ELSEWHERE if self._plan.elsewhere else 1)
+            elsewhere = self._plan.elsewhere
+            self._elsewhere = None if elsewhere is None else self.artifact.claims.holder(elsewhere)
+            moves = elsewhere is not None and not (self._elsewhere and is_stopped(self._elsewhere))
+            patience = self._stall_s * (ELSEWHERE if moves else 1)
+            no_one = elsewhere is None and not self.active
+            if self._plan.missing and (no_one or _now() - self._last_news > patience):
+                self._fail(self._unavailable())
             self._plan.look_again()
             self._wake()
             self._tell()
-            no_one = not self._plan.elsewhere and all(account.state != "active" for account in self._accounts)
-            if self._plan.missing and (no_one or _now() - self._last_news > patience):
-                self._fail(self._unavailable())
 
     def _unavailable(self) -> ShardlineError:
         missing = self._bytes(self._plan.missing)
         reasons = [f"{a.source.name}: {a.reason or 'does not have them'}" for a in self._accounts]
         why = "; ".join(reasons[:8]) or "no source is known"
+        if (process := self._elsewhere) is not None:
+            stands = ", and is stopped: let it go on, or end it" if is_stopped(process) else ""
+            why = f"process {process} of this machine has claimed some{stands}; {why}"
         message = f"{len(self._plan.missing)} pieces ({missing} bytes) are missing, and nobody gives them: {why}"
         return ShardlineError("artifact_unavailable", message[:2000], missing_bytes=missing)
 
@@ -449,21 +485,6 @@ class _Room:
             # As much as any run may have: what is not used is only promised by the system.
             self._memory = bytearray(max(size, RUN_BYTES[1]))
         return memoryview(self._memory)[:size]
-
-
-def _shown(account: SourceAccount, now: float) -> Iterator[SourceProgress]:
-    source = account.source
-    if isinstance(source, PlacingSource) and account.state == "active" and (members := source.members()):
-        yield from members
-        return
-    yield SourceProgress(
-        name=source.name,
-        state=account.state,
-        fetched_bytes=account.fetched_bytes,
-        bytes_per_s=account.rate.per_s(now),
-        reason=account.reason,
-        bad_pieces=tuple(account.bad_pieces),
-    )
 
 
 def _now() -> float:

@@ -84,9 +84,9 @@ class FetchPlan:
         return bool(self._runs)
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether pieces that are missing are fetched by another process."""
-        return bool(self._elsewhere & self.missing)
+    def elsewhere(self) -> int | None:
+        """A piece that is missing and is fetched by another process."""
+        return next(iter(self._elsewhere & self.missing), None)
 
     def take(self, account: SourceAccount, others: Iterable[SourceAccount], now: float) -> Run | None:
         """The next run for this source; None where it has nothing that is needed now."""

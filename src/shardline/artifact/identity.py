@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, NamedTuple
 
 import msgspec
 import structlog
@@ -57,6 +57,18 @@ Progress = Callable[[int, int], None]
 _log = structlog.get_logger()
 
 
+class HashedFile(NamedTuple):
+    """A file with tensors, and the state that it was hashed in."""
+
+    path: Path
+    """The file itself, whatever links lead to it."""
+    size: int
+    mtime_ns: int
+    inode: int
+    root: str
+    """In hex."""
+
+
 class _Known(msgspec.Struct, frozen=True):
     """A root that was computed, and the state of the file at that time."""
 
@@ -77,10 +89,16 @@ def content_id(path: Path | str, *, cache_dir: Path | None = None, progress: Pro
     `model_file_invalid`, naming the part that is missing, empty, or changed while it was read.
     """
     path = Path(path)
-    large = [path / name for name in weight_files(path)] if path.is_dir() else part_paths(path)
     small = _hash_small(path) if path.is_dir() else []
+    found = hashed_files(path, cache_dir=cache_dir, progress=progress)
+    return identity_of([(file.size, file.root) for file in found], small)
+
+
+def hashed_files(path: Path, *, cache_dir: Path | None = None, progress: Progress | None = None) -> list[HashedFile]:
+    """The files with tensors, in split order. Costs and errors as of `content_id`."""
+    large = [path / name for name in weight_files(path)] if path.is_dir() else part_paths(path)
     known = _read_cache(cache_dir)
-    entries: list[_Known] = []
+    found: list[HashedFile] = []
     total = sum(_stat(part).st_size for part in large)
     done = 0
     for part in large:
@@ -90,9 +108,9 @@ def content_id(path: Path | str, *, cache_dir: Path | None = None, progress: Pro
             entry = _hash_large(part, _step(progress, done, total))
             if cache_dir is not None:
                 _write_cache(cache_dir, {key: entry})
-        entries.append(entry)
+        found.append(HashedFile(Path(key), entry.size, entry.mtime_ns, entry.inode, entry.root))
         done += entry.size
-    return identity_of([(e.size, e.root) for e in entries], small)
+    return found
 
 
 def identity_of(files: list[tuple[int, str]], small: list[tuple[str, str]]) -> str:

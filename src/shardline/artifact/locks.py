@@ -10,10 +10,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import psutil
 
 from shardline.errors import ShardlineError
 
@@ -21,6 +25,8 @@ LOCK_WAIT_S = 30.0
 """Locks around a few small files; nobody has one for longer."""
 _POLL_S = 0.02
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
+_FLOCK = struct.Struct("hhqqi4x")
+"""`struct flock` of Linux with 64 bits: type, whence, start, length, process."""
 
 
 class Lease:
@@ -103,6 +109,20 @@ class Claims:
                 self._held.add(number)
             return end
 
+    def holder(self, number: int) -> int | None:
+        """The process that has claimed it; None where it is free, ours, or the system does not say."""
+        if sys.platform != "linux" or struct.calcsize("P") != 8:
+            return None
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+        with self._guard:
+            if self._handle < 0:
+                return None
+            try:
+                kind, *_, process = _FLOCK.unpack(fcntl.fcntl(self._handle, fcntl.F_GETLK, asked))
+            except OSError:
+                return None
+        return None if kind == fcntl.F_UNLCK else int(process)
+
     def give(self, first: int, end: int) -> None:
         """Free [first, end)."""
         with self._guard:
@@ -117,6 +137,14 @@ class Claims:
             if self._handle >= 0:
                 os.close(self._handle)
                 self._handle = -1
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process stands still until somebody lets it go on (SIGSTOP, Ctrl-Z, a debugger)."""
+    try:
+        return psutil.Process(process).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return False
 
 
 def _open(path: Path) -> int:

@@ -8,7 +8,7 @@ up after failures in a row. No I/O. Shown by tests/artifact/test_fetch.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -17,6 +17,8 @@ from shardline.wire.bitmap import Pieces
 
 FAILURES_LIMIT = 4
 """So many failures in a row, and a source is given up."""
+GONE_LIMIT = 64
+"""Sources that are not asked any more and are still told of."""
 _BACKOFF_S = (0.25, 1.0, 3.0)
 _BUSY_S = 1.0
 _WINDOW_S = 5.0
@@ -148,3 +150,51 @@ class SourceAccount:
             self.state = "given up"
             return None
         return _BACKOFF_S[min(self.failures, len(_BACKOFF_S)) - 1]
+
+    def shown(self, now: float) -> Sequence[SourceProgress]:
+        """For people: its members, where it stands for several."""
+        if isinstance(self.source, PlacingSource) and self.state == "active" and (members := self.source.members()):
+            return members
+        return [
+            SourceProgress(
+                name=self.source.name,
+                state=self.state,
+                fetched_bytes=self.fetched_bytes,
+                bytes_per_s=self.rate.per_s(now),
+                reason=self.reason,
+                bad_pieces=tuple(self.bad_pieces),
+            )
+        ]
+
+
+class Accounts:
+    """All sources of one fetch: those that are asked, and the last ones that were given up or banned."""
+
+    def __init__(self) -> None:
+        self._all: list[SourceAccount] = []
+        self._forgotten_bytes = 0
+
+    def __iter__(self) -> Iterator[SourceAccount]:
+        return iter(tuple(self._all))
+
+    def add(self, account: SourceAccount) -> None:
+        """It takes the place of one of the same name that is not asked any more, with what that one gave."""
+        gone = [one for one in self._all if one.state != "active"]
+        for old in gone:
+            if old.source.name == account.source.name:
+                self._all.remove(old)
+                account.fetched_bytes += old.fetched_bytes
+                account.bad_pieces += old.bad_pieces
+        if len(gone) > GONE_LIMIT and gone[0] in self._all:
+            self._all.remove(gone[0])
+            self._forgotten_bytes += gone[0].fetched_bytes
+        self._all.append(account)
+
+    def active(self) -> list[SourceAccount]:
+        """Those that are asked now."""
+        return [account for account in self._all if account.state == "active"]
+
+    @property
+    def fetched_bytes(self) -> int:
+        """From all there ever were."""
+        return self._forgotten_bytes + sum(account.fetched_bytes for account in self._all)

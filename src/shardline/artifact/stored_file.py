@@ -211,11 +211,10 @@ class StoredFile:
         with contextlib.suppress(OSError):
             self._spare_path.unlink(missing_ok=True)
 
-    def refer(self, path: Path, found: os.stat_result) -> None:
-        """All pieces are held by the file at `path`, which was read whole while it was as `found` says."""
+    def refer(self, path: Path, mtime_ns: int, inode: int) -> None:
+        """All pieces are held by the file at `path`, which was read whole while it was as these say."""
         with self._changing():
-            elsewhere = Elsewhere(str(path), found.st_mtime_ns)
-            self._write_record(Pieces.all(self.count), found.st_ino, elsewhere)
+            self._write_record(Pieces.all(self.count), inode, Elsewhere(str(path), mtime_ns))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[int]:

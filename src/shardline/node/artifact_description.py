@@ -36,6 +36,10 @@ SMALL_TOTAL_LIMIT = 1 << 30
 
 log = structlog.get_logger(__name__)
 
+BUSY_S = 60.0
+"""A Tracker that has no time for a file now is asked again for so long."""
+_AGAIN_S = 1.0
+
 AskFile = Callable[[str, int], Awaitable[bytes]]
 """(path in the bundle, most bytes) -> its bytes; `not_found` where there is none."""
 
@@ -80,12 +84,28 @@ async def fetched(store: Store, content_id: str, policy: TrustPolicy, ask: AskFi
     except OSError as error:
         raise unwritable(error, store.folder) from None
     try:
-        await _fetch_into(folder, content_id, policy, ask)
+        await _fetch_into(folder, content_id, policy, _patient(ask))
         return await asyncio.to_thread(_kept, store, folder, content_id, policy)
     except OSError as error:
         raise unwritable(error, store.folder) from None
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _patient(ask: AskFile) -> AskFile:
+    """`ask`, which is tried again while others keep the Tracker busy."""
+
+    async def patient(path: str, most: int) -> bytes:
+        deadline = asyncio.get_running_loop().time() + BUSY_S
+        while True:
+            try:
+                return await ask(path, most)
+            except ShardlineError as error:
+                if error.code != "queue_full" or asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
+
+    return patient
 
 
 def _kept(store: Store, folder: Path, content_id: str, policy: TrustPolicy) -> StoredArtifact:

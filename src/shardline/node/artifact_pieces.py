@@ -1,7 +1,7 @@
 """Pieces of one Model Artifact, brought into the store of this machine from whoever has them.
 
 Owns whom to ask: the Nodes that the Tracker names, asked for again as long as a fetch runs, BitTorrent with them where
-there is any, and the web seeds of the publisher; who gave a wrong piece is not asked again. Where nobody has what is
+there is any, and the web seeds of the publisher; who gave a wrong piece is banned for a while. Where nobody has what is
 missing it says so, waits and tries again. How pieces travel is artifact/fetch.py's and transport/piece_client.py's.
 Shown by tests/node/test_artifact_pieces.py.
 """
@@ -9,27 +9,32 @@ Shown by tests/node/test_artifact_pieces.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 import structlog
 
 from shardline.artifact.fetch import Fetch, FetchProgress
+from shardline.artifact.sources import PlacingSource
+from shardline.artifact.sources import Source as PieceSource
 from shardline.artifact.store import StoredArtifact, Wanted
 from shardline.artifact.stored_shard import drop_damaged
 from shardline.errors import ShardlineError
+from shardline.node.bans import Bans
 from shardline.node.swarm import Swarm
 from shardline.options import Announce
 from shardline.settings import Settings
 from shardline.transport.http_client import HttpClient
 from shardline.transport.pace import Pace
 from shardline.transport.piece_client import NodePieces, PieceFile, WebSeed
-from shardline.wire.artifacts import Fetching, Source
+from shardline.wire.artifacts import SOURCES_LIMIT, Fetching, Source
 from shardline.wire.manifest import Manifest
 
 SOURCES_S = 3.0
 """The Tracker is asked so often who has pieces, while some are missing."""
 AGAIN_S = 10.0
 """A source that was given up is tried again after so long, if the Tracker still names it."""
+SOURCES_AT_A_TIME = 2 * SOURCES_LIMIT
+"""No more are asked, whomever a Tracker names."""
 _ROUNDS = 3
 """So often headers are fetched that are found damaged; then the disk is to blame."""
 SPACE_WAIT_S = 60.0
@@ -69,21 +74,21 @@ class ArtifactPieces:
         self.swarm: Swarm | None = None
         """BitTorrent with the same Nodes, where there is any."""
         self.pace = Pace(settings.fetch_bytes_per_s)
+        self.bans = Bans()
+        """Nodes, by their ids, and web seeds, whatever the way by which the wrong bytes came."""
         self._sources = sources
         self._client = client
         self._settings = settings
         self._announce = announce
         self._files = piece_files(artifact.bundle.manifest)
         self._strangers = HttpClient(settings)
-        self._banned: set[str] = set()
         self._accused: list[str] = []
         self._turn = asyncio.Lock()
         self._waiting_for = ""
 
-    def ban(self, node: str) -> None:
-        """A Node gave a wrong piece by another way: ask it for nothing any more."""
-        if node not in self._banned:
-            self._banned.add(node)
+    def accuse(self, node: str) -> None:
+        """A Node gave a wrong piece, and is banned: the Tracker is to hear of it."""
+        if node not in self._accused:
             self._accused.append(node)
 
     def accused(self) -> list[str]:
@@ -136,15 +141,12 @@ class ArtifactPieces:
             space_wait_s=SPACE_WAIT_S,
             beside_bytes=beside_bytes,
             progress=lambda told: self._tell(told, layers),
+            banned=lambda name: self._ban(known.nodes.get(name), name),
         )
-        for url in self.artifact.bundle.manifest.transport.webseeds:
-            seed = WebSeed(self._strangers, url, self._files, self.pace)
-            if seed.name not in self._banned:
-                fetch.add(seed)
-        if self.swarm is not None and (torrent := self.swarm.source(self.artifact.content_id)) is not None:
-            fetch.add(torrent)
-        known = _Known(fetch, self._banned, self._source)
-        known.add(await self._asked())
+        known = _Known(fetch, self.bans)
+        known.add(self._web_seeds())
+        known.add(self._swarming())
+        known.add(self._named(await self._asked()))
         failure: ShardlineError | None = None
         async with asyncio.TaskGroup() as tasks:
             naming = tasks.create_task(self._name_sources(known))
@@ -154,24 +156,43 @@ class ArtifactPieces:
                 failure = error
             finally:
                 naming.cancel()
-                self._account(fetch.progress(), known.nodes)
+                self._account(fetch.progress())
         if failure is not None:
             raise failure
 
-    def _account(self, told: FetchProgress, nodes: Mapping[str, str]) -> None:
-        """Who gave what, at the end of a fetch. `nodes`: by the names of sources."""
-        banned = {source.name for source in told.sources if source.state == "banned"}
-        self._accused += [nodes[name] for name in banned - self._banned if name in nodes]
-        self._banned |= banned
+    def _ban(self, node: str | None, name: str) -> None:
+        """`node`: which one the source `name` is; None: a web seed."""
+        if self.bans.ban(node or name, _now()) and node is not None:
+            self.accuse(node)
+
+    def _account(self, told: FetchProgress) -> None:
+        """Who gave what, at the end of a fetch."""
         given = {source.name: source.fetched_bytes for source in told.sources if source.fetched_bytes}
-        log.info(
-            "pieces_fetched", bytes=told.fetched_bytes, of=told.total_bytes, sources=given, banned=sorted(self._banned)
-        )
+        banned = self.bans.names(_now())
+        log.info("pieces_fetched", bytes=told.fetched_bytes, of=told.total_bytes, sources=given, banned=banned)
 
     async def _name_sources(self, known: _Known) -> None:
         while True:
             await asyncio.sleep(SOURCES_S)
-            known.add(await self._asked())
+            known.add(self._swarming())
+            known.add(self._named(await self._asked()))
+
+    def _web_seeds(self) -> Iterator[tuple[WebSeed, None]]:
+        """Once a fetch: they are machines of strangers."""
+        for url in self.artifact.bundle.manifest.transport.webseeds:
+            yield WebSeed(self._strangers, url, self._files, self.pace), None
+
+    def _swarming(self) -> Iterator[tuple[PlacingSource, None]]:
+        if self.swarm is not None and (torrent := self.swarm.source(self.artifact.content_id)) is not None:
+            yield torrent, None
+
+    def _named(self, sources: Sequence[Source]) -> Iterator[tuple[NodePieces, str]]:
+        """Those that it names, and which Node each is."""
+        for named in sources:
+            try:
+                yield self._source(named.url), named.node
+            except ShardlineError as error:
+                log.warning("source_refused", url=named.url[:200], reason=error.message)
 
     async def _asked(self) -> Sequence[Source]:
         """Whom the Tracker names; nobody where it is away: those that are known go on."""
@@ -202,6 +223,8 @@ class ArtifactPieces:
                 bytes_per_s=told.bytes_per_s,
             )
         self.doing = f"{told.state}: {told.done_bytes} of {told.total_bytes} bytes, {told.bytes_per_s / 1e6:.1f} MB/s"
+        if told.elsewhere is not None:
+            self.doing += f"; process {told.elsewhere} of this machine fetches some of it"
         busiest = max(told.sources, key=lambda source: source.bytes_per_s, default=None)
         facts: dict[str, str | int] = {"done": told.done_bytes, "total": told.total_bytes}
         facts |= {"bytes_per_s": round(told.bytes_per_s), "fetched": told.fetched_bytes, "state": told.state}
@@ -213,30 +236,29 @@ class ArtifactPieces:
 
 
 class _Known:
-    """The Nodes that one fetch asks, and when they were added."""
+    """The sources that one fetch asks, and when each was added."""
 
-    def __init__(self, fetch: Fetch, banned: set[str], source: Callable[[str], NodePieces]) -> None:
+    def __init__(self, fetch: Fetch, bans: Bans) -> None:
         self._fetch = fetch
-        self._banned = banned
-        self._source = source
+        self._bans = bans
         self._since: dict[str, float] = {}
         self.nodes: dict[str, str] = {}
-        """Who is asked, by the name of the source."""
+        """Which Nodes are asked, by the names of the sources."""
 
-    def add(self, sources: Sequence[Source]) -> None:
-        """Those that are new, and those that were given up a while ago."""
-        now = asyncio.get_running_loop().time()
-        active = {one.name for one in self._fetch.progress().sources if one.state == "active"}
-        for named in sources:
-            since = self._since.get(named.url)
-            try:
-                source = self._source(named.url)
-            except ShardlineError as error:
-                log.warning("source_refused", url=named.url[:200], reason=error.message)
+    def add(self, sources: Iterable[tuple[PieceSource | PlacingSource, str | None]]) -> None:
+        """Those that are new, and those that were given up, or whose ban ended, a while ago."""
+        now = _now()
+        for source, node in sources:
+            recent = now - self._since.get(source.name, -AGAIN_S) < AGAIN_S
+            if recent or self._fetch.asks(source.name) or self._bans.holds(node or source.name, now):
                 continue
-            again = since is not None and source.name not in active and now - since > AGAIN_S
-            banned = source.name in self._banned or named.node in self._banned
-            if not banned and (since is None or again):
-                self._since[named.url] = now
-                self.nodes[source.name] = named.node
-                self._fetch.add(source)
+            if self._fetch.active >= SOURCES_AT_A_TIME:
+                return
+            self._since[source.name] = now
+            if node is not None:
+                self.nodes[source.name] = node
+            self._fetch.add(source)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -19,14 +19,16 @@ from shardline.artifact.store import StoredArtifact
 from shardline.artifact.stored_shard import check_headers, stored_model
 from shardline.errors import ShardlineError
 from shardline.formats import gguf_files, layers, memory, safetensors
-from shardline.formats.cuts import Cuts, cuts_of
+from shardline.formats.cuts import Cuts, cuts_for_window, cuts_of
 from shardline.formats.gguf_files import GGUFModel
 from shardline.formats.safetensors import SafetensorsFolder
 from shardline.formats.shape import ModelShape, shape_of_config, shape_of_gguf
 from shardline.model.backend import ShardDescription
 from shardline.model.script import read_script
-from shardline.options import NodeOptions
+from shardline.options import LLAMA_ENGINES, NodeOptions
 
+CONTENT_IDS = "content-ids"
+"""In the state folder: the hashes of files that were read."""
 _PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KV_TOKENS_RESERVED = 2_048
@@ -118,7 +120,7 @@ def _inspect_script(path: Path) -> ModelFacts:
 
 
 def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
-    cache = options.state_dir / "content-ids"
+    cache = options.state_dir / CONTENT_IDS
     if path.is_dir():
         _check_reads_folders(options)
         found = safetensors.read_folder(path)
@@ -130,7 +132,7 @@ def _inspect_weights(path: Path, options: NodeOptions) -> ModelFacts:
 
 
 def _check_reads_folders(options: NodeOptions) -> None:
-    if options.engine == "llama":
+    if options.engine in LLAMA_ENGINES:
         raise ShardlineError(
             "model_file_invalid",
             "it is a folder, and the llama engine reads GGUF files",
@@ -150,10 +152,10 @@ def _facts_of_folder(found: SafetensorsFolder, name: str, path: Path, content: s
 def _facts_of_gguf(model: GGUFModel, name: str, path: Path, content: str, options: NodeOptions) -> ModelFacts:
     shape = shape_of_gguf(model.header)
     # llama.cpp computes from what is stored; PyTorch in float32 unless told otherwise, whatever it is stored in.
-    if options.engine != "llama":
+    if options.engine not in LLAMA_ENGINES:
         wanted = _DTYPE_BYTES.get(options.dtype or "") or 4
         return _facts(name, path, content, options, shape, model.tensors, wanted)
-    cuts = cuts_of(model.header)
+    cuts = cuts_of(model.header) if options.engine == "llama" else cuts_for_window(model.header)
     if options.first is not None and options.last is not None:
         cuts.check_part(options.first, options.last)
     return _facts(name, path, content, options, shape, model.tensors, None, cuts)
@@ -171,7 +173,7 @@ def _facts(
 ) -> ModelFacts:
     """`element_bytes`: of a number as the engine keeps it; None: as it is stored."""
     weights = memory.weight_bytes(tensors, shape.n_layers, element_bytes=element_bytes)
-    kv_element_bytes = _LLAMA_KV_ELEMENT_BYTES if options.engine == "llama" else element_bytes or 4
+    kv_element_bytes = _LLAMA_KV_ELEMENT_BYTES if options.engine in LLAMA_ENGINES else element_bytes or 4
     kv = memory.kv_bytes_per_token(shape, 0, shape.n_layers, element_bytes=kv_element_bytes) or 0
     return ModelFacts(
         name=name,

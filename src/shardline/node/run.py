@@ -26,6 +26,7 @@ from shardline.model.self_test import choose_prefill_chunk
 from shardline.node.app import NodeApp, node_app
 from shardline.node.artifact_advertiser import Advertised, Advertiser
 from shardline.node.artifact_door import ArtifactDoor
+from shardline.node.artifact_gift import give_own_file
 from shardline.node.artifact_pieces import ArtifactPieces
 from shardline.node.artifact_scrub import scrub_often
 from shardline.node.artifact_start import from_nothing
@@ -177,10 +178,9 @@ class _Node:
         pieces: ArtifactPieces | None,
     ) -> None:
         self._pieces = pieces
-        self._door: ArtifactDoor | None = None
+        self._door = ArtifactDoor(options.settings)
         self._swarm: Swarm | None = None
         if pieces is not None:
-            self._door = ArtifactDoor(options.settings)
             self._door.put(pieces.artifact)
             self._swarm = pieces.swarm = Swarm(
                 options.settings,
@@ -190,7 +190,8 @@ class _Node:
                 tls=None if membership is None else membership.tls,
                 download_pace=pieces.pace,
                 upload_pace=self._door.pace,
-                on_banned=pieces.ban,
+                bans=pieces.bans,
+                on_banned=pieces.accuse,
             )
             self._swarm.put(pieces.artifact)
         self._options = options
@@ -281,8 +282,7 @@ class _Node:
         await server.start()
         options.announce("listening", url=identity.url, node=identity.node_id, model=self._facts.name)
         known = tasks.create_task(presence.run())
-        works = [host.run(), self._announce_ready(host, presence), *self._giving(identity, presence, host)]
-        running = [known, *map(tasks.create_task, works)]
+        running = [known, *map(tasks.create_task, self._works(identity, presence, host))]
         try:
             await asyncio.wait({known})
             raise known.result()
@@ -297,11 +297,26 @@ class _Node:
             if self._swarm is not None and self._pieces is not None:
                 await self._swarm.take(self._pieces.artifact.content_id)
 
+    def _works(self, identity: Identity, presence: Presence, host: ShardHost) -> list[Coroutine[Any, Any, None]]:
+        return [host.run(), self._announce_ready(host, presence), *self._giving(identity, presence, host)]
+
     def _giving(self, identity: Identity, presence: Presence, host: ShardHost) -> list[Coroutine[Any, Any, None]]:
-        """What a Node with pieces does beside its Shard: tell what it has, and read it again now and then."""
+        """What a Node with pieces does beside its Shard: tell what it has, and read it again now and then. One with a
+        file of its own gives that, where somebody may want it."""
         pieces, swarm = self._pieces, self._swarm
         if pieces is None or swarm is None:
-            return []
+            if self._options.engine == "scripted":
+                return []
+            giving = give_own_file(
+                self._options,
+                self._facts,
+                identity=identity,
+                tracker=self._tracker,
+                door=self._door,
+                epoch=lambda: presence.epoch,
+                tls=None if self._membership is None else self._membership.tls,
+            )
+            return [giving]
         told = [Advertised(pieces.artifact, lambda: pieces.fetching, pieces.accused)]
         advertiser = Advertiser(
             identity=identity,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
@@ -17,6 +18,7 @@ import structlog
 from shardline.artifact.store import StoredArtifact
 from shardline.errors import ShardlineError
 from shardline.model.engine import Restarts
+from shardline.node.bans import Bans
 from shardline.node.swarm_torrent import READY_S, SwarmTorrent, torrent_of
 from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback
@@ -35,6 +37,7 @@ log = structlog.get_logger(__name__)
 
 AskSources = Callable[[str], Awaitable[Sequence[Source]]]
 _NO_KEYS = Pems(b"", b"", b"")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9.]+):([0-9]{1,5})")
 
 
 class Swarm:
@@ -50,10 +53,12 @@ class Swarm:
         tls: ClusterTls | None = None,
         download_pace: Pace | None = None,
         upload_pace: Pace | None = None,
+        bans: Bans | None = None,
         on_banned: Callable[[str], None] = lambda name: None,
     ) -> None:
         """`host`: where the Node listens. `sources`: asks the Tracker about a content. The paces are those of pieces
-        over HTTP: what BitTorrent moved is taken from them. `on_banned`: a Node that gave a wrong piece."""
+        over HTTP: what BitTorrent moved is taken from them. `bans`: those of all ways together; `on_banned` hears of a
+        Node that gave a wrong piece by this one."""
         self.port: int | None = None
         """For others: `Advertisement.bittorrent_port`. None while nothing listens."""
         self.settled = asyncio.Event()
@@ -68,6 +73,7 @@ class Swarm:
         self._tls = tls
         self._paces = (download_pace, upload_pace)
         self._charged = (0, 0)
+        self._bans = Bans() if bans is None else bans
         self._on_banned = on_banned
         self._torrents: dict[str, SwarmTorrent] = {}
         self._process: TorrentProcess | None = None
@@ -81,7 +87,8 @@ class Swarm:
     def put(self, artifact: StoredArtifact) -> None:
         """Give its pieces away from now on, and let fetches ask for it. Who opened it closes it, after `take`."""
         if self.off is None and artifact.content_id not in self._torrents:
-            self._torrents[artifact.content_id] = SwarmTorrent(artifact, torrent_of(artifact), self._on_banned)
+            torrent = SwarmTorrent(artifact, torrent_of(artifact), self._bans, self._on_banned)
+            self._torrents[artifact.content_id] = torrent
             self._news.set()
 
     async def take(self, content_id: str) -> None:
@@ -89,16 +96,26 @@ class Swarm:
         torrent = self._torrents.pop(content_id, None)
         if torrent is None:
             return
-        torrent.lost("it was taken away")
+        why = "it was taken away"
         process = self._process
-        if process is None or content_id not in self._begun:
-            return
-        self._begun.discard(content_id)
+        if process is not None and content_id in self._begun:
+            self._begun.discard(content_id)
+            torrent.leave(why)
+            try:
+                await self._removed(process, content_id)
+            finally:
+                torrent.lost(why)
+        torrent.lost(why)
+
+    async def _removed(self, process: TorrentProcess, content_id: str) -> None:
+        """The process has neither the torrent nor its files any more; one that does not say so has ended."""
         removed = self._removing[content_id] = asyncio.Event()
         process.send(Remove(content_id))
         try:
             async with asyncio.timeout(READY_S):
                 await removed.wait()
+        except TimeoutError:
+            process.kill()
         except BaseException:
             process.kill()
             raise
@@ -251,7 +268,7 @@ class Swarm:
                 except ShardlineError as error:
                     log.debug("sources_unknown", reason=error.message)
                     continue
-                torrent.peers = {peer: source.node for source in sources if (peer := _peer(source)) is not None}
+                torrent.peers = {peer: one.node for one in sources if (peer := _peer(one)) is not None}
             if self._process is not None:
                 self._allow(self._process)
             self._news.clear()
@@ -263,13 +280,19 @@ class Swarm:
 
 
 def _peer(source: Source) -> Peer | None:
-    """Where a Node takes BitTorrent connections, if it does: an address and a port."""
-    host, _, port = (source.bittorrent or "").rpartition(":")
+    """Where a Node takes BitTorrent connections, if it does: an address of one machine, and a port. What else stands
+    there, whoever wrote it, is as nothing; so is an address with a zone, which libtorrent cannot keep apart."""
+    found = _ADDRESS.fullmatch(source.bittorrent or "")
+    if found is None:
+        return None
     try:
-        address = ipaddress.ip_address(host.strip("[]"))
+        address = ipaddress.ip_address(found[1].strip("[]"))
     except ValueError:
         return None
-    return Peer(str(address), int(port)) if port.isdigit() and 0 < int(port) < 65536 else None
+    port = int(found[2])
+    if address.is_unspecified or address.is_multicast or not 0 < port < 65536:
+        return None
+    return Peer(str(address), port)
 
 
 def _why_not(settings: Settings, host: str, tls: ClusterTls | None) -> str | None:

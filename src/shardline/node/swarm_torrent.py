@@ -19,6 +19,7 @@ from shardline.artifact.bundle import TORRENT_NAME
 from shardline.artifact.sources import SourceProgress
 from shardline.artifact.store import StoredArtifact
 from shardline.errors import ShardlineError
+from shardline.node.bans import Bans
 from shardline.transport.addresses import host_port
 from shardline.transport.torrent_messages import (
     Add,
@@ -67,7 +68,8 @@ class Member:
     """Somebody who was seen in the swarm."""
 
     name: str
-    banned: bool = False
+    blamed: bool = False
+    """It gave something wrong, and it is not yet known what."""
     received_bytes: int = 0
     receives_per_s: int = 0
     bad: list[tuple[int, int]] = field(default_factory=list)
@@ -92,8 +94,8 @@ class SwarmTorrent:
 
     name = "BitTorrent"
 
-    def __init__(self, artifact: StoredArtifact, raw: bytes, on_banned: Callable[[str], None]) -> None:
-        """`raw`: the torrent. `on_banned`: is told the name of who gave a wrong piece."""
+    def __init__(self, artifact: StoredArtifact, raw: bytes, bans: Bans, on_banned: Callable[[str], None]) -> None:
+        """`raw`: the torrent. `bans`: by names, of whatever way; `on_banned` is told of who gave a wrong piece here."""
         self.artifact = artifact
         self.peers: dict[Peer, str] = {}
         """Who was named, and as whom they are known."""
@@ -102,7 +104,10 @@ class SwarmTorrent:
         self.gone: str | None = "it has not begun"
         """Why no process has it."""
         self._raw = raw
+        self._bans = bans
         self._on_banned = on_banned
+        self._refused: set[str] = set()
+        """Whom the process has banned, by itself: until the torrent begins anew."""
         self._send: Send | None = None
         self._kill: Callable[[], None] = lambda: None
         self._generation = 0
@@ -114,7 +119,6 @@ class SwarmTorrent:
         self._again_at = 0.0
         self._runs: list[Run] = []
         self._members: dict[str, Member] = {}
-        self._banned: set[Peer] = set()
         self._available = self._none()
         self._seen_bytes = (0, 0)
         self._news_at = 0.0
@@ -137,8 +141,14 @@ class SwarmTorrent:
         self._send, self._kill = send, kill
         self._begin_anew(state)
 
+    def leave(self, why: str) -> None:
+        """The process is asked for nothing any more, and `lost` follows when it writes nothing any more."""
+        self._send = None
+        self.gone = why
+        self._ready.clear()
+
     def lost(self, why: str) -> None:
-        """The process is gone."""
+        """The process is gone. Idempotent."""
         self._send = None
         self.gone = why
         self._ready.set()  # who waits for it learns that it is gone
@@ -155,7 +165,9 @@ class SwarmTorrent:
                 self._begin_anew(state)
             return
         lost = any(vouched - held for vouched, held in zip(self._vouched, state.held, strict=True))
-        if lost or state.paths != self._paths:
+        # Who may come again is let in by a torrent that has just begun; nobody's work is ended for that.
+        again = not self._runs and any(not self._bans.holds(name, _now()) for name in self._refused)
+        if lost or again or state.paths != self._paths:
             self._begin_anew(state)
             return
         for number, held in enumerate(state.held):
@@ -166,12 +178,14 @@ class SwarmTorrent:
 
     def allowed(self) -> tuple[Peer, ...]:
         """Whom to call, and whom to let in."""
-        return tuple(peer for peer in self.peers if peer not in self._banned)
+        now = _now()
+        return tuple(peer for peer, name in self.peers.items() if not self._bans.holds(name, now))
 
     def _begin_anew(self, state: State) -> None:
         if self._send is None:
             return
         self._generation += 1
+        self._refused.clear()
         self._ready.clear()
         self._paths = state.paths
         self._has, self._vouched = list(state.held), list(state.held)
@@ -205,8 +219,9 @@ class SwarmTorrent:
             case Corrupt():
                 log.warning("piece_corrupt", content_id=report.content_id, file=report.file, piece=report.piece)
                 for member in reversed(self._members.values()):
-                    if member.banned and not member.bad:
+                    if member.blamed:
                         member.bad.append((report.file, report.piece))
+                        member.blamed = False
                         break
             case Failed():
                 self._failed(report)
@@ -257,12 +272,12 @@ class SwarmTorrent:
         return names[0] if len(names) == 1 else host_port(peer.host, peer.port)
 
     def _ban(self, report: Banned) -> None:
-        peer = Peer(report.host, report.port)
-        name = self._name(peer)
-        member = self._members.setdefault(name, Member(name))
-        self._banned.add(peer)
-        if not member.banned:
-            member.banned = True
+        at = (report.host, report.port)
+        # Who called us did so from any port; who it is was seen before.
+        name = next((one.name for one in self._members.values() if at in one.connection), self._name(Peer(*at)))
+        self._members.setdefault(name, Member(name)).blamed = True
+        self._refused.add(name)
+        if self._bans.ban(name, _now()):
             log.warning("source_banned", source=name, content_id=report.content_id, transport=self.name)
             self._on_banned(name)
 
@@ -326,13 +341,14 @@ class SwarmTorrent:
 
     def members(self) -> Sequence[SourceProgress]:
         """All that were seen, also those that have left."""
+        now = _now()
         return [
             SourceProgress(
                 name=f"{member.name} ({self.name})",
-                state="banned" if member.banned else "active",
+                state="banned" if self._bans.holds(member.name, now) else "active",
                 fetched_bytes=member.received_bytes,
                 bytes_per_s=float(member.receives_per_s),
-                reason="it gave a piece that is not what the artifact says" if member.banned else None,
+                reason="it gave a piece that is not what the artifact says" if member.bad or member.blamed else None,
                 bad_pieces=tuple(member.bad),
             )
             for member in self._members.values()
@@ -344,7 +360,7 @@ class SwarmTorrent:
 
     async def _news(self, run: Run, deadline: float) -> None:
         """Wait until something of a run is written; raises where that takes too long."""
-        while not run.news.is_set():
+        while not run.news.is_set() and run.failure is None:
             now = _now()
             if now - self._news_at > STALL_S or now > deadline:
                 if not run.left & self._available[run.file]:
@@ -369,15 +385,20 @@ class SwarmTorrent:
 
     async def _call_back(self) -> None:
         """Return when the process writes nothing any more but what the runs that go on asked for."""
-        if self._send is None or self.gone is not None:
+        if self.gone is not None and self._ready.is_set():
             return
         try:
             if self._ready.is_set():
-                self._begin_anew(self.state())
+                state = await asyncio.to_thread(self.state)
+                if self._ready.is_set():
+                    # Else another run has done it meanwhile, without this one.
+                    self._begin_anew(state)
             async with asyncio.timeout(READY_S):
                 await self._ready.wait()
+        except TimeoutError:
+            # One that is dead writes nothing, either.
+            self._kill()
         except BaseException:
-            # It cannot be waited for (any more): one that is dead writes nothing, either.
             self._kill()
             raise
 

@@ -22,6 +22,7 @@ from shardline.tracker.selection import Candidate
 from shardline.transport.addresses import host_port, split_url
 from shardline.wire.artifacts import (
     ADVERTISE_PAUSE_S,
+    SOURCES_LIMIT,
     Advertisement,
     ArtifactInfo,
     ArtifactList,
@@ -31,8 +32,6 @@ from shardline.wire.artifacts import (
     SourceList,
 )
 
-SOURCES_LIMIT = 64
-"""Sources that are named to one Node at a time."""
 ACCUSED_LIMIT = 16
 """Nodes that one advertisement is believed about."""
 PACE_S = ADVERTISE_PAUSE_S / 2

@@ -132,10 +132,10 @@ class WebSeed:
 
     def _followed(self, url: str, response: Response) -> str:
         """Where a redirect leads, if that is the same server."""
-        target = urljoin(url, response.headers.get("location", ""))
         try:
+            target = urljoin(url, response.headers.get("location", ""))
             here, there = split_url(url), split_url(target)
-        except ShardlineError:
+        except (ValueError, ShardlineError):
             raise _failed("it redirects to something that is no URL", final=True) from None
         if (here.scheme, here.host, here.port) != (there.scheme, there.host, there.port) or there.party is not None:
             raise _failed(f"it redirects to another server ({there.host[:100]}), which is not followed", final=True)

@@ -338,8 +338,11 @@ class Session:
             case lt.peer_ban_alert():
                 host, port = alert.ip
                 self._report(Banned(torrent.content_id, host, port))
-            case lt.hash_failed_alert():
+            case lt.hash_failed_alert() if alert.piece_index in torrent.placing:
+                # It has rotted since it was brought: nobody is to blame, and it is not given away.
                 torrent.placing.discard(alert.piece_index)
+                self._place(torrent)
+            case lt.hash_failed_alert():
                 [(file, pieces)] = torrent.split([alert.piece_index]).items()
                 self._report(Corrupt(torrent.content_id, file, next(iter(pieces))))
             case lt.file_error_alert() | lt.torrent_error_alert():

@@ -19,7 +19,7 @@ from shardline.transport.addresses import make_url, split_url
 from shardline.transport.authority import TRACKER
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient, peer_of
-from shardline.wire.artifacts import ArtifactList, Source, SourceList
+from shardline.wire.artifacts import SOURCES_LIMIT, ArtifactList, Source, SourceList
 from shardline.wire.joining import AuthorityAnswer, JoinAnswer, JoinRequest
 from shardline.wire.messages import (
     HeartbeatAnswer,
@@ -86,7 +86,8 @@ class TrackerClient:
     async def sources(self, content_id: str, node: str) -> list[Source]:
         """Whom to ask for pieces, the nearest first, without `node` itself; `not_found` for what is not offered."""
         path = f"/v1/artifacts/{_part(content_id)}/sources?node={_part(node)}"
-        return (await self._call("GET", path, SourceList, max_body=EXPLAIN_BYTES)).sources
+        found = await self._call("GET", path, SourceList, max_body=EXPLAIN_BYTES)
+        return found.sources[:SOURCES_LIMIT]
 
     async def bundle_file(self, content_id: str, path: str, most: int) -> bytes:
         """One file of an offered bundle, of at most `most` bytes, as it is on the Tracker's disk: nothing of it is

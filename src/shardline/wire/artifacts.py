@@ -24,6 +24,8 @@ POSSESSION_PATH: Final = "/v1/possession"
 """Where a Node answers a `Challenge`."""
 CHALLENGE_BLOCKS: Final = 64
 """Most blocks of one challenge."""
+SOURCES_LIMIT: Final = 64
+"""Sources that are named to one Node at a time; it takes no more from any Tracker."""
 
 
 class Fetching(msgspec.Struct, frozen=True, kw_only=True):

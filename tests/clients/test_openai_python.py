@@ -174,6 +174,13 @@ def _other(tool: Any) -> Any:
     return {**tool, "function": {**tool["function"], "name": "other"}}
 
 
+def test_embeddings(client: openai.OpenAI, route: Route) -> None:
+    answer = client.embeddings.create(model=route.model, input=["one", "two"])
+    assert [item.index for item in answer.data] == [0, 1] and answer.usage.prompt_tokens > 0
+    assert len(answer.data[0].embedding) == len(answer.data[1].embedding) > 0
+    assert answer.data[0].embedding != answer.data[1].embedding
+
+
 def test_errors(client: openai.OpenAI, route: Route) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="nobody", messages=HI)

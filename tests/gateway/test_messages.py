@@ -98,6 +98,14 @@ def test_what_other_servers_add_to_their_answers_is_taken_when_empty() -> None:
     assert refused(USER, {**answer, "audio": {"id": "x"}}, USER).param == "messages[1].audio"
 
 
+def test_what_a_client_read_out_of_an_answer_is_not_looked_at() -> None:
+    said = {"role": "assistant", "content": "{}", "parsed": {"a": [1]}}
+    call = {"function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}}
+    (_, first, second, _), _ = plain(USER, said, {"role": "assistant", "tool_calls": [call]}, USER)
+    assert first == {"role": "assistant", "content": "{}"}
+    assert second["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
 def test_unknown_fields_and_roles() -> None:
     assert refused({**USER, "foo": 1}).param == "messages[0].foo"
     assert refused({**USER, "role": "function"}).param == "messages[0].role"

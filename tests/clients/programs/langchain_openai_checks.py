@@ -8,7 +8,7 @@ from typing import Any
 import pydantic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from reporting import AS_JSON, GREETING, MODEL, RESULT, URL, WEATHER, run
 
 GATEWAY: Any = {"model": MODEL, "base_url": f"{URL}/v1", "api_key": "none", "temperature": 0, "max_retries": 0}
@@ -99,6 +99,14 @@ def responses() -> None:
     assert chat.bind_tools([get_weather]).invoke([HumanMessage(WEATHER), call, result]).text == RESULT
 
 
+def embeddings() -> None:
+    """Texts, not token ids of a model that is none of ours."""
+    gateway = {"model": MODEL, "base_url": f"{URL}/v1", "api_key": "none", "max_retries": 0}
+    made = OpenAIEmbeddings(**gateway, check_embedding_ctx_length=False)
+    one, two = made.embed_documents(["one", "two"])
+    assert one != two and made.embed_query("one") == one
+
+
 if __name__ == "__main__":
     run(
         invoke,
@@ -110,4 +118,5 @@ if __name__ == "__main__":
         with_structured_output,
         completions,
         responses,
+        embeddings,
     )

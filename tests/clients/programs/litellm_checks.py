@@ -85,6 +85,11 @@ def responses() -> None:
     assert answer.output_text == GREETING, answer
 
 
+def embeddings() -> None:
+    answer = litellm.embedding(input=["one", "two"], **GATEWAY)
+    assert [item["index"] for item in answer.data] == [0, 1] and len(answer.data[0]["embedding"]) > 0, answer
+
+
 def errors() -> None:
     try:
         litellm.completion(messages=HI, **{**GATEWAY, "model": "openai/nobody"})
@@ -95,4 +100,4 @@ def errors() -> None:
 
 
 if __name__ == "__main__":
-    run(chat, stream, async_stream, text_completion, tools_loop, structured_output, responses, errors)
+    run(chat, stream, async_stream, text_completion, tools_loop, structured_output, responses, embeddings, errors)

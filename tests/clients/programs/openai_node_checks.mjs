@@ -98,6 +98,11 @@ const checks = {
     const again = await client.chat.completions.parse({ ...asked, messages, response_format });
     assert.equal(again.choices[0].message.content, message.content);
   },
+  async embeddings() {
+    const answer = await client.embeddings.create({ model: MODEL, input: ["one", "two"] });
+    assert.deepEqual(answer.data.map((item) => item.index), [0, 1]);
+    assert.ok(answer.data[0].embedding.length > 0);
+  },
   async errors() {
     const refused = client.chat.completions.create({ ...asked, model: "nobody", messages: HI });
     await assert.rejects(refused, (error) => error instanceof OpenAI.NotFoundError && error.code === "model_not_found");

@@ -32,6 +32,8 @@ StartPhase = Literal[
     "draining",
 ]
 
+LLAMA_ENGINES = frozenset({"llama", "llama-window"})
+"""Engines that are llama.cpp: they read GGUF files as they are and reserve their KV when they load."""
 LOAD_STEPS = 1000
 """`total` of `loading` where an engine counts neither layers nor bytes: thousandths."""
 KEYS_FILE = "api-keys.json"
@@ -133,7 +135,7 @@ class NodeOptions:
     """Path of a GGUF file, a safetensors folder, or a script for the scripted engine; None: what the Tracker offers,
     fetched into the store of this machine."""
     engine: str
-    """Name of an engine: `llama`, `torch` or `scripted`."""
+    """Name of an engine: `llama`, `torch`, `scripted` or `llama-window`."""
     host: str
     port: int
     credential: str = field(repr=False)

@@ -147,6 +147,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     invitation_s: float = 86400.0
     """A line for joining works once, for so long."""
     # Engine worker.
+    llama_window_library: str = ""
+    """The patched library of llama.cpp for --engine llama-window, a path. Empty: the one that `make upstream` built."""
     worker_restarts: int = 5
     """How often a Node starts its engine again."""
     worker_silent_s: float = 1.5

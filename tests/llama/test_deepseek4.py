@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_bool
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,46 +19,17 @@ from shardline.formats.cuts import cuts_of
 from shardline.formats.gguf_files import read_model
 from shardline.formats.shard_gguf import plan_shard
 from shardline.model.llama_library import library
-from tests.support.gguf_writer import Typed
 from tests.support.llama_tiny import TinyRoute
 from tests.support.tiny_gguf import write_tiny_gguf
-from tests.support.tiny_models import LAYERS, MOE, VOCABULARY, WIDTH, TinyModel
+from tests.support.tiny_models import VOCABULARY, WIDTH
 from tests.support.tiny_split import CONTENT_ID
 from tests.support.unsplit import Outcome, Rows, Unsplit
+from tests.support.window import STREAMS, deepseek4
 
 pytestmark = [pytest.mark.llama, pytest.mark.timeout(120)]
 
-RATIOS = [0, 0, 4, 128, 4, 128, 4, 128]
-STREAMS = 4
 TOKENS = tuple(int(token) for token in np.random.default_rng(5).integers(3, VOCABULARY, 180))
 CALLS = ((0, 64), (64, 64), (128, 50), (178, 1), (179, 1))
-
-
-def tiny(layers: int = LAYERS, *, chosen: int = 4) -> TinyModel:
-    keys: dict[str, Any] = {
-        **MOE,
-        "expert_gating_func": 4,
-        "attention.head_count_kv": 1,
-        "attention.key_length": 64,
-        "attention.value_length": 64,
-        "rope.dimension_count": 16,
-        "attention.q_lora_rank": 32,
-        "attention.output_lora_rank": 16,
-        "attention.output_group_count": 2,
-        "attention.compress_ratios": Typed("i32", RATIOS[:layers]),
-        "attention.compress_rope_freq_base": 160000.0,
-        "attention.sliding_window": 8,
-        "attention.indexer.head_count": 4,
-        "attention.indexer.key_length": 64,
-        "attention.indexer.top_k": chosen,
-        "hash_layer_count": min(3, layers),
-        "hyper_connection.count": STREAMS,
-        "hyper_connection.epsilon": 1e-6,
-        "hyper_connection.sinkhorn_iterations": 20,
-        "swiglu_clamp_exp": [10.0] * layers,
-        "swiglu_clamp_shexp": [10.0] * layers,
-    }
-    return replace(TinyModel("deepseek4", "deepseek4", keys), layers=layers, sequences=2)
 
 
 def call(at: int, count: int) -> tuple[Rows, ...]:
@@ -69,7 +38,7 @@ def call(at: int, count: int) -> tuple[Rows, ...]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tiny(), tmp_path_factory.mktemp("whole") / "whole.gguf")
+    return write_tiny_gguf(deepseek4(), tmp_path_factory.mktemp("whole") / "whole.gguf")
 
 
 def bare(path: Path, taps: tuple[str, ...] = ()) -> list[Outcome]:
@@ -78,7 +47,7 @@ def bare(path: Path, taps: tuple[str, ...] = ()) -> list[Outcome]:
 
 
 def test_the_whole_model_runs_as_in_the_bare_library(tmp_path: Path, whole: Path) -> None:
-    route = TinyRoute(tiny(), tmp_path)
+    route = TinyRoute(deepseek4(), tmp_path)
     try:
         route.open(0)
         for (at, count), expected in zip(CALLS, bare(whole), strict=True):
@@ -90,7 +59,7 @@ def test_the_whole_model_runs_as_in_the_bare_library(tmp_path: Path, whole: Path
 
 
 def test_contexts_go_beyond_what_is_chosen(tmp_path: Path, whole: Path) -> None:
-    everything = write_tiny_gguf(tiny(chosen=64), tmp_path / "everything.gguf")
+    everything = write_tiny_gguf(deepseek4(chosen=64), tmp_path / "everything.gguf")
     few, all_of_it = bare(whole), bare(everything)
     assert not np.allclose(few[0].logits[-1], all_of_it[0].logits[-1], atol=1e-4)
     assert np.array_equal(few[0].logits[:8], all_of_it[0].logits[:8])
@@ -99,7 +68,7 @@ def test_contexts_go_beyond_what_is_chosen(tmp_path: Path, whole: Path) -> None:
 @pytest.mark.parametrize("layers", [4, 5, 6, 7])
 def test_the_beginning_of_the_model_gives_the_streams(tmp_path: Path, whole: Path, layers: int) -> None:
     """Its first layers as a model of their own, whose weights are the same, to the bit: four streams that differ."""
-    head = write_tiny_gguf(tiny(layers), tmp_path / "head.gguf")
+    head = write_tiny_gguf(deepseek4(layers), tmp_path / "head.gguf")
     taps = (f"l_last-{layers - 1}",)
     for one, other in zip(bare(head, taps), bare(whole, taps), strict=True):
         assert np.array_equal(one.inside[taps[0]], other.inside[taps[0]])
@@ -111,7 +80,7 @@ def test_the_beginning_of_the_model_gives_the_streams(tmp_path: Path, whole: Pat
 def test_what_is_kept_for_prediction_is_no_way_out(tmp_path: Path, whole: Path, layers: int, sound: bool) -> None:
     """The library's own buffer for the streams is right for single rows, and of a prompt only where the last layer is
     not a sparse one: whoever wants to use it has to look at this again."""
-    head = write_tiny_gguf(tiny(layers), tmp_path / "head.gguf")
+    head = write_tiny_gguf(deepseek4(layers), tmp_path / "head.gguf")
     inside = f"l_last-{layers - 1}"
     functions = library().c
     with Unsplit(head, 2) as model:

@@ -85,7 +85,7 @@ def test_a_struct_that_reads_otherwise_is_refused():
 
 def test_a_function_that_is_not_there_is_named():
     with pytest.raises(ShardlineError, match="no function llama_of_tomorrow") as caught:
-        llama_library._declare([ctypes.CDLL(None)], "llama_of_tomorrow", (None, ()))
+        llama_library.declare([ctypes.CDLL(None)], "llama_of_tomorrow", (None, ()))
     assert caught.value.code == "engine_unavailable"
 
 

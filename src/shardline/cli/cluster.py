@@ -31,6 +31,7 @@ from shardline.cli.offering import check_offers, offering
 from shardline.cli.roles import LISTEN_HELP, files_option, tls_options
 from shardline.cli.values import LayerRanges, ListenAddress, check_cover
 from shardline.errors import ShardlineError
+from shardline.options import LLAMA_ENGINES
 
 if TYPE_CHECKING:
     from shardline.cli.client import Endpoint
@@ -313,7 +314,7 @@ def planned(
     given += [] if threads is None else ["--threads", str(threads)]
     given += [] if kv_tokens is None else ["--kv-tokens", str(kv_tokens)]
     # llama.cpp's own choice depends on how large the layers are.
-    added = ["--threads", str(physical_cores())] if threads is None and chosen != "llama" else []
+    added = ["--threads", str(physical_cores())] if threads is None and chosen not in LLAMA_ENGINES else []
     return Plan(
         model=model.resolve(),
         ranges=ranges,

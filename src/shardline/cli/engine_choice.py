@@ -11,10 +11,12 @@ from pathlib import Path
 
 from shardline.cli.model_layers import layer_count
 from shardline.cli.values import split_evenly
+from shardline.options import LLAMA_ENGINES
 
-ENGINES = ("llama", "torch", "scripted")
+ENGINES = ("llama", "torch", "scripted", "llama-window")
 ENGINE_HELP = (
-    "What computes; `scripted` runs no model, for tests.  [default: llama for GGUF files where it is installed]"
+    "What computes; `scripted` runs no model, for tests; `llama-window` needs a library that `make upstream` builds.  "
+    "[default: llama for GGUF files where it is installed]"
 )
 _LLAMA_PACKAGE = "llama_cpp"
 
@@ -33,12 +35,12 @@ def shared_out(model: Path, engine: str, nodes: int) -> list[tuple[int, int]]:
     """The most even ranges for `nodes` Nodes that `engine` can take. Raises `layers_invalid` where there are too many
     Nodes, `architecture_unsupported` where the engine runs the model only whole, `model_file_invalid`."""
     count = layer_count(model, engine)
-    if engine != "llama" or nodes == 1:
+    if engine not in LLAMA_ENGINES or nodes == 1:
         return split_evenly(count, nodes)
-    from shardline.formats.cuts import cuts_of, even_cut
+    from shardline.formats.cuts import cuts_for_window, cuts_of, even_cut
     from shardline.formats.gguf_files import read_model
     from shardline.formats.memory import weight_bytes
 
     found = read_model(model)
-    cuts = cuts_of(found.header)
+    cuts = cuts_of(found.header) if engine == "llama" else cuts_for_window(found.header)
     return even_cut(cuts, weight_bytes(found.tensors, cuts.n_layers), nodes)

@@ -38,6 +38,9 @@ that are read in that time. Measured on a model of 135M parameters; large layers
 Part = tuple[int, int]
 """Layers [first, last)."""
 
+WINDOWED = frozenset({"llama", "qwen3", "qwen3moe", "gemma3", "deepseek2", "deepseek4"})
+"""Architectures that the patch of upstream/llama.cpp loads in part: `llm_arch_supports_window` there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
@@ -247,6 +250,24 @@ def cuts_for_torch(row: Architecture, shape: ModelShape) -> Cuts:
     except ShardlineError as error:
         return Cuts(shape, None, error, LayerKinds(), runs_whole=False)
     return Cuts(shape, LlamaRules("exact" if row.torch == "supported" else "unproven"), None, LayerKinds())
+
+
+def cuts_for_window(header: GGUFHeader) -> Cuts:
+    """The cuts for llama.cpp with upstream/'s patch: anywhere, in the architectures whose graphs it changes, since
+    layers keep their numbers. Errors: as those of `cuts_of`."""
+    shape = shape_of_gguf(header)
+    row = of_gguf(shape.architecture)
+    check_blocked(row)
+    check_for_llama(header)
+    if shape.architecture in WINDOWED:
+        return Cuts(shape, LlamaRules(), None, LayerKinds(), context_switch=_context_switch(header, shape))
+    error = ShardlineError(
+        "architecture_unsupported",
+        f"the patch of llama.cpp loads {shape.architecture} only whole: it has {', '.join(sorted(WINDOWED))}",
+        advice="Take --engine llama, or serve all layers on one Node.",
+        architecture=shape.architecture,
+    )
+    return Cuts(shape, None, error, LayerKinds())
 
 
 def _context_switch(header: GGUFHeader, shape: ModelShape) -> int | None:

@@ -20,6 +20,7 @@ from shardline.wire.messages import StepTimes
 BACKENDS: dict[str, str] = {
     "torch": "shardline.model.torch_backend:load",
     "llama": "shardline.model.llama_shard:load",
+    "llama-window": "shardline.model.llama_window:load",
     "scripted": "shardline.model.scripted:load",
 }
 """Name -> `module:factory`. The factory takes a `ShardSpec`, and a keyword `progress(done, total)` if it names one."""
@@ -27,6 +28,7 @@ BACKENDS: dict[str, str] = {
 SELF_TESTS: dict[str, str] = {
     "torch": "shardline.model.self_test:self_test",
     "llama": "shardline.model.self_test:self_test",
+    "llama-window": "shardline.model.self_test:self_test",
     "scripted": "shardline.model.scripted:self_test",
 }
 """Name -> `module:function` from a loaded backend to its `StepTimes`; raises where the Shard does not compute."""
@@ -37,13 +39,14 @@ def _find(table: Mapping[str, str], name: str) -> Any:
     if path is None:
         raise ShardlineError("engine_unavailable", f"no engine is called {name!r:.40}; there are {sorted(table)}")
     module, _, attribute = path.partition(":")
+    extra = name.partition("-")[0]
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise ShardlineError(
             "engine_unavailable",
             f"the {name} engine cannot be loaded: {error.name or error} is not installed",
-            advice=f"Install it: pip install 'shardline[{name}]', or in a clone: pip install -e '.[{name}]'",
+            advice=f"Install it: pip install 'shardline[{extra}]', or in a clone: pip install -e '.[{extra}]'",
         ) from error
 
 

@@ -64,6 +64,8 @@ class LoadedShard:
     text: LlamaText | None
     identity: bytes
     """SHA-256 of what a saved slot belongs to."""
+    tokens_beside: bool = False
+    """Token ids go in with the rows that came over a Seam."""
 
 
 class _Row(NamedTuple):
@@ -90,6 +92,7 @@ class LlamaBackend:
         self._is_head = shard.description.is_head
         self._is_tail = shard.description.is_tail
         self._width = shard.arrays.hidden.shape[1]
+        self._row_bytes = shard.description.layout_out.row_bytes
         self._sequences: dict[int, int] = {}
         self._free = list(range(shard.sessions))
         self._failures = 0
@@ -287,9 +290,9 @@ class LlamaBackend:
             raise ShardlineError(
                 "engine_error", f"{memoryview(entry.tokens).nbytes} bytes of token ids for {rows} rows"
             )
-        if self._is_head:
+        if self._is_head or self._shard.tokens_beside:
             self._check_tokens(entry)
-        elif [memoryview(h).nbytes for h in entry.hidden] != [4 * self._width * rows]:
+        if not self._is_head and [memoryview(h).nbytes for h in entry.hidden] != [4 * self._width * rows]:
             raise ShardlineError("engine_error", f"hidden rows of another size than {4 * self._width} bytes each")
         return sequence
 
@@ -331,7 +334,7 @@ class LlamaBackend:
         for row in call:
             entry = row.entry
             arrays.place(start, entry.rows, row.sequence, entry.position)
-            if self._is_head:
+            if self._is_head or self._shard.tokens_beside:
                 arrays.tokens[start : start + entry.rows] = np.frombuffer(entry.tokens, np.int32)
             start += entry.rows
             for output in range(start - entry.embed_rows, start):
@@ -370,9 +373,9 @@ class LlamaBackend:
         if len(call) == 1:
             return [BackendOutput((rows,))]
         outputs: list[BackendOutput | Exception] = []
-        size, start = 4 * self._width, 0
+        start = 0
         for row in call:
-            end = start + size * row.entry.rows
+            end = start + self._row_bytes * row.entry.rows
             outputs.append(BackendOutput((rows[start:end],)))
             start = end
         return outputs

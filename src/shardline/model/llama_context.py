@@ -77,13 +77,17 @@ class LlamaModel:
         *,
         vocab_only: bool = False,
         gpu_layers: int = -1,
+        window: tuple[int, int] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Load the file (of a split model, its first part). `model_file_invalid` with the library's words where it
-        refuses the file, `engine_out_of_memory` where it found no memory."""
+        """Load the file (of a split model, its first part). `window`: only these layers [first, last), which a patched
+        library alone can (llama_window_library.py). `model_file_invalid` with the library's words where it refuses the
+        file, `engine_out_of_memory` where it found no memory."""
         params = library.structs.llama_model_default_params()
         params.vocab_only = vocab_only
         params.n_gpu_layers = gpu_layers
+        if window is not None:
+            params.il_begin, params.il_end = window
         # Referred to until the load is done.
         watch = library.structs.llama_progress_callback(_heard(progress))
         params.progress_callback = watch

@@ -50,9 +50,11 @@ F16 = 1
 ROPE_MULTI = frozenset({8, 40})
 """Rope types that take four positions a row: MROPE, IMROPE."""
 
+FunctionTypes = tuple[Any, tuple[Any, ...]]
+"""Result, arguments; a string names a struct that is handed over by value."""
 _CONTEXT = MODEL = VOCAB = MEMORY = SAMPLER = TENSOR = c_void_p
 
-_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+_FUNCTIONS: dict[str, FunctionTypes] = {
     "llama_backend_init": (None, ()),
     "llama_model_load_from_file": (MODEL, (c_char_p, "llama_model_params")),
     "llama_model_free": (None, (MODEL,)),
@@ -232,35 +234,44 @@ def library() -> LlamaLibrary:
 
     `engine_unavailable` where it is missing, of a version that was not verified, or not as its version should be.
     """
-    package = _package()
+    package = verified_package()
+    return checked(open_libraries(Path(str(package.llama_cpp._lib._name))), package.llama_cpp, str(package.__version__))
+
+
+def checked(
+    libraries: list[ctypes.CDLL],
+    structs: Any,
+    version: str,
+    *,
+    functions: Mapping[str, FunctionTypes] | None = None,
+    model_defaults: Mapping[str, Any] | None = None,
+) -> LlamaLibrary:
+    """The library in `libraries`, its functions declared, its structs found to be `structs`, its log taken.
+
+    `functions`, `model_defaults`: what it has beside what every one has. `engine_unavailable` where it is another one.
+    """
     log = Log(sys.stderr.write)
-    try:
-        libraries = _libraries(package)
-    except OSError as error:
-        raise _unavailable(f"the shared library of llama.cpp cannot be loaded: {error!s:.200}") from None
-    c: Any = _Functions(libraries, package.llama_cpp)
-    _declare(libraries, "llama_log_set", (None, (c_void_p, c_void_p)))(log.callback, None)
+    c: Any = _Functions(libraries, structs, _FUNCTIONS | dict(functions or {}))
+    declare(libraries, "llama_log_set", (None, (c_void_p, c_void_p)))(log.callback, None)
     check_layout(
-        _filled(libraries, "llama_model_default_params", package.llama_cpp.llama_model_params), _MODEL_DEFAULTS
+        _filled(libraries, "llama_model_default_params", structs.llama_model_params),
+        _MODEL_DEFAULTS | dict(model_defaults or {}),
     )
-    check_layout(
-        _filled(libraries, "llama_context_default_params", package.llama_cpp.llama_context_params), _CONTEXT_DEFAULTS
-    )
-    version = str(package.__version__)
+    check_layout(_filled(libraries, "llama_context_default_params", structs.llama_context_params), _CONTEXT_DEFAULTS)
     check_commit(c.ggml_commit().decode(), VERSIONS[version])
     c.llama_backend_init()
-    return LlamaLibrary(c, package.llama_cpp, version, VERSIONS[version], log)
+    return LlamaLibrary(c, structs, version, VERSIONS[version], log)
 
 
-def _package() -> ModuleType:
+def verified_package() -> ModuleType:
     """`llama_cpp`, of a verified version."""
     try:
         import llama_cpp
         import llama_cpp.llama_cpp
     except ImportError as error:
-        raise _unavailable(f"the llama engine needs llama-cpp-python: {error.name or error} is not installed") from None
+        raise unavailable(f"the llama engine needs llama-cpp-python: {error.name or error} is not installed") from None
     except (OSError, RuntimeError) as error:  # a library that was built for another machine or is cut short
-        raise _unavailable(f"llama-cpp-python cannot be loaded: {error!s:.200}") from None
+        raise unavailable(f"llama-cpp-python cannot be loaded: {error!s:.200}") from None
     check_version(str(llama_cpp.__version__))
     return llama_cpp  # type: ignore[no-any-return]
 
@@ -268,7 +279,7 @@ def _package() -> ModuleType:
 def check_version(version: str) -> None:
     if version not in VERSIONS:
         verified = " or ".join(VERSIONS)
-        raise _unavailable(
+        raise unavailable(
             f"llama-cpp-python {version:.40} is not one that this engine was verified with",
             f"Install the verified version: pip install llama-cpp-python=={verified}",
         )
@@ -278,42 +289,45 @@ def check_commit(built: str, verified: str) -> None:
     """`engine_unavailable` where the library says that it is of another commit. Some builds do not know theirs."""
     commit = built.removesuffix("-dirty")
     if commit not in ("", "unknown") and not verified.startswith(commit):
-        raise _unavailable(f"llama.cpp {commit:.40} is in place of {verified[:7]}, which this engine was verified with")
+        raise unavailable(f"llama.cpp {commit:.40} is in place of {verified[:7]}, which this engine was verified with")
 
 
-def _libraries(package: ModuleType) -> list[ctypes.CDLL]:
+def open_libraries(main: Path) -> list[ctypes.CDLL]:
     """libllama first, then the ggml libraries beside it: elsewhere than on Linux a library does not show the names of
     those that it needs. New handles: C types declared here do not change those that the package declared."""
-    main = Path(str(package.llama_cpp._lib._name))
-    found = [ctypes.CDLL(str(main))]
-    for stem in ("libggml", "libggml-base", "ggml", "ggml-base"):
-        path = main.with_name(stem + main.suffix)
-        if path.exists():
-            found.append(ctypes.CDLL(str(path)))
+    try:
+        found = [ctypes.CDLL(str(main))]
+        for stem in ("libggml", "libggml-base", "ggml", "ggml-base"):
+            path = main.with_name(stem + main.suffix)
+            if path.exists():
+                found.append(ctypes.CDLL(str(path)))
+    except OSError as error:
+        raise unavailable(f"the shared library of llama.cpp cannot be loaded: {error!s:.200}") from None
     return found
 
 
 class _Functions:
     """The declared functions as attributes."""
 
-    def __init__(self, libraries: list[ctypes.CDLL], structs: Any) -> None:
-        for name, (result, arguments) in _FUNCTIONS.items():
+    def __init__(self, libraries: list[ctypes.CDLL], structs: Any, table: Mapping[str, FunctionTypes]) -> None:
+        for name, (result, arguments) in table.items():
             kinds = tuple(_struct(structs, a) if isinstance(a, str) else a for a in arguments)
-            setattr(self, name, _declare(libraries, name, (result, kinds)))
+            setattr(self, name, declare(libraries, name, (result, kinds)))
 
 
 def _struct(structs: Any, name: str) -> Any:
     return Batch if name == Batch.__name__ else getattr(structs, name)
 
 
-def _declare(libraries: list[ctypes.CDLL], name: str, types: tuple[Any, tuple[Any, ...]]) -> Any:
+def declare(libraries: list[ctypes.CDLL], name: str, types: FunctionTypes) -> Any:
+    """The function `name` of the first library that has it; `engine_unavailable` where none has."""
     for library in libraries:
         for symbol in (name, _MANGLED.get(name)):
             if symbol is not None and hasattr(library, symbol):
-                function = getattr(library, symbol)
+                function = library[symbol]  # an object of its own: one function may be declared in two ways
                 function.restype, function.argtypes = types[0], list(types[1])
                 return function
-    raise _unavailable(f"the library of llama.cpp has no function {name}")
+    raise unavailable(f"the library of llama.cpp has no function {name}")
 
 
 def _filled(libraries: list[ctypes.CDLL], name: str, struct: Any) -> Any:
@@ -322,7 +336,7 @@ def _filled(libraries: list[ctypes.CDLL], name: str, struct: Any) -> Any:
     class Padded(ctypes.Structure):
         _fields_ = [("params", struct), ("behind", c_uint8 * 256)]
 
-    return _declare(libraries, name, (Padded, ()))()
+    return declare(libraries, name, (Padded, ()))()
 
 
 def check_layout(filled: Any, defaults: Mapping[str, Any]) -> None:
@@ -336,8 +350,8 @@ def check_layout(filled: Any, defaults: Mapping[str, Any]) -> None:
         else:
             right = not value
         if not right:
-            raise _unavailable(f"{type(filled.params).__name__}.{name} reads as {value!r:.40}: not the layout expected")
+            raise unavailable(f"{type(filled.params).__name__}.{name} reads as {value!r:.40}: not the layout expected")
 
 
-def _unavailable(why: str, advice: str = ADVICE) -> ShardlineError:
+def unavailable(why: str, advice: str = ADVICE) -> ShardlineError:
     return ShardlineError("engine_unavailable", why, advice=advice)

@@ -1,4 +1,4 @@
-"""The arrays of one llama_decode call, kept and filled again: token ids or rows, positions, sequences, output marks.
+"""The arrays of one llama_decode call, kept and filled again: token ids, rows, positions, sequences, output marks.
 
 Owns the memory that the library reads during a call. Everything that is the same in every call is written once. Refuses
 to know slots: it is told sequences and positions. Shown by tests/model/test_llama_backend.py.
@@ -21,9 +21,11 @@ _F32 = np.dtype("<f4")
 class RowArrays:
     """Room for `rows` rows of the sequences below `sequences`. `multi`: rows have four positions each."""
 
-    def __init__(self, *, rows: int, width: int, sequences: int, multi: bool, outputs: bool) -> None:
+    def __init__(
+        self, *, rows: int, width: int, sequences: int, multi: bool, outputs: bool, beside: bool = False
+    ) -> None:
         """`width`: of hidden rows, 0 where only tokens go in. `outputs`: mark every row as one; else none is, but for
-        those named later."""
+        those named later. `beside`: token ids go in with hidden rows."""
         self._sections = _POSITIONS_MULTI if multi else 1
         self._positions = np.zeros(rows * self._sections, np.int32)
         self._ones = np.ones(rows, np.int32)
@@ -37,6 +39,7 @@ class RowArrays:
         self.hidden = np.zeros((rows, width), _F32)
         self._own_tokens: int = self.tokens.ctypes.data
         self._own_hidden: int = self.hidden.ctypes.data
+        self._beside = beside
         self._batch = Batch(
             pos=self._positions.ctypes.data,
             n_seq_id=self._ones.ctypes.data,
@@ -75,6 +78,8 @@ class RowArrays:
         batch = self._batch
         batch.n_tokens = rows
         batch.embd = address or self._own_hidden
+        if self._beside:
+            batch.token = self._own_tokens
         if self._sections > 1:
             # Of text, the first three positions of a row are the same and the fourth is 0; one section of all rows
             # follows another.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shardline.errors import ShardlineError
 from shardline.formats import architectures
@@ -60,15 +61,20 @@ def load(spec: ShardSpec, *, progress: Progress | None = None) -> LlamaBackend:
         loaded = library()
         model = LlamaModel(loaded, source.path, gpu_layers=options.gpu_layers, progress=progress)
         held.callback(model.close)
-        making = _Making(spec, options, source, loaded, model, context_length(spec, source.shape))
+        making = Making(spec, options, source, loaded, model, context_length(spec, source.shape))
         shard = making.shard(held)
         # Nothing failed: from here the backend holds them.
         return LlamaBackend(shard, held.pop_all())
 
 
 @dataclass(frozen=True, slots=True)
-class _Making:
+class Making:
     """A Shard whose model is loaded, and the steps that follow."""
+
+    engine: ClassVar[str] = "llama"
+    """Begins the engine class: Shards of one route are of one."""
+    tokens_beside: ClassVar[bool] = False
+    """Token ids go in with rows."""
 
     spec: ShardSpec
     options: Options
@@ -80,13 +86,8 @@ class _Making:
     def shard(self, held: ExitStack) -> LoadedShard:
         """Make the rest; what must be freed goes into `held`."""
         c, source, pointer = self.library.c, self.source, self.model.pointer
-        width: int = c.llama_model_n_embd_inp(pointer)
-        if not source.whole and width != source.shape.hidden_size:
-            raise ShardlineError(
-                "architecture_unsupported",
-                f"rows of {width} go into {source.shape.architecture}, of {source.shape.hidden_size} come out",
-            )
-        embedding = self._embedding() if source.is_head and not source.whole else None
+        width = self._width()
+        embedding = self._embedding()
         plan, tap = self._plan(), None if source.is_tail else self._tap()
         context = LlamaContext(self.library, self.model, plan, tap)
         held.callback(context.close)
@@ -96,10 +97,11 @@ class _Making:
             context=context,
             arrays=RowArrays(
                 rows=plan.rows,
-                width=0 if source.whole else width,
+                width=0 if source.is_head and embedding is None else width,
                 sequences=plan.sessions,
-                multi=c.llama_model_rope_type(pointer) in ROPE_MULTI,
+                multi=c.llama_model_rope_type(pointer) in ROPE_MULTI and not self.tokens_beside,
                 outputs=tap is not None and tap.outputs,
+                beside=self.tokens_beside and not source.is_head,
             ),
             rows=plan.rows,
             outputs=plan.most_outputs,
@@ -114,7 +116,19 @@ class _Making:
             recurrent=self.model.recurrent,
             text=text,
             identity=_identity(description),
+            tokens_beside=self.tokens_beside,
         )
+
+    def _width(self) -> int:
+        """Of the rows that go in."""
+        source = self.source
+        width: int = self.library.c.llama_model_n_embd_inp(self.model.pointer)
+        if not source.whole and width != source.shape.hidden_size:
+            raise ShardlineError(
+                "architecture_unsupported",
+                f"rows of {width} go into {source.shape.architecture}, of {source.shape.hidden_size} come out",
+            )
+        return width
 
     def _plan(self) -> ContextPlan:
         options = self.options
@@ -147,12 +161,13 @@ class _Making:
     def _decode_threads(self) -> int:
         """Threads meet some dozen times a layer, and those that wait sleep (worker_process.py): where a layer is so
         small that waking up takes longer than computing the other half, one thread is faster than two."""
-        source = self.source
-        layers = sum(t.nbytes for t in source.header.tensors.values() if t.name.startswith("blk."))
-        return 1 if layers < _THREADED_LAYER_BYTES * (source.last - source.first) else usable_cores()
+        layers = sum(t.nbytes for t in self.source.header.tensors.values() if t.name.startswith("blk."))
+        return 1 if layers < _THREADED_LAYER_BYTES * self.source.shape.n_layers else usable_cores()
 
-    def _embedding(self) -> EmbeddingMatrix:
+    def _embedding(self) -> EmbeddingMatrix | None:
         """The matrix behind the tensors of a head's file."""
+        if self.source.whole or not self.source.is_head:
+            return None
         header, width = self.source.header, self.source.shape.hidden_size
         if header.integer("shardline.embedding.width") != width:
             raise invalid(self.source.path, f"its embedding rows do not have {width} values")
@@ -187,9 +202,7 @@ class _Making:
         """Of heads and tails, where the model has a vocabulary."""
         source, path = self.source, self.options.vocabulary_file
         if source.whole:
-            if not has_vocabulary(source.header):
-                return None
-            return LlamaText(self.library, self.model.vocabulary, source.header, self.context_length)
+            return self._own_text()
         if path is None or not (source.is_head or source.is_tail):
             return None
         header = read_header(path)
@@ -199,12 +212,30 @@ class _Making:
         held.callback(vocabulary.close)
         return LlamaText(self.library, vocabulary.vocabulary, header, self.context_length)
 
+    def _own_text(self) -> LlamaText | None:
+        """Of the model that is loaded."""
+        if not has_vocabulary(self.source.header):
+            return None
+        return LlamaText(self.library, self.model.vocabulary, self.source.header, self.context_length)
+
+    def _layout(self, position: int) -> SeamLayout:
+        """What crosses in front of layer `position` of the model."""
+        if not 0 < position < self.source.n_layers:
+            return TOKENS_ONLY
+        return SeamLayout([LayoutTensor("hidden", "F32", (self.source.shape.hidden_size,))])
+
+    def _layers(self) -> range:
+        """Those that the Shard has, by their numbers in its file."""
+        return range(self.source.shape.n_layers)
+
+    def _weight_bytes(self, embedding: EmbeddingMatrix | None) -> int:
+        size: int = self.library.c.llama_model_size(self.model.pointer)
+        return size + (embedding.nbytes if embedding is not None else 0)
+
     def _describe(
         self, context: LlamaContext, plan: ContextPlan, embedding: EmbeddingMatrix | None, text: LlamaText | None
     ) -> ShardDescription:
         c, source, pointer = self.library.c, self.source, self.model.pointer
-        hidden = SeamLayout([LayoutTensor("hidden", "F32", (source.shape.hidden_size,))])
-        matrix_bytes = embedding.nbytes if embedding is not None else 0
         return ShardDescription(
             model_name=source.header.text("general.name", source.path.stem),
             content_id=self.options.content_id,
@@ -212,10 +243,10 @@ class _Making:
             last=source.last,
             n_layers=source.n_layers,
             engine=self._engine_info(context, plan),
-            layout_in=TOKENS_ONLY if source.is_head else hidden,
-            layout_out=TOKENS_ONLY if source.is_tail else hidden,
+            layout_in=self._layout(source.first),
+            layout_out=self._layout(source.last),
             kv_bytes_per_token=self._kv_bytes(),
-            weight_bytes=c.llama_model_size(pointer) + matrix_bytes,
+            weight_bytes=self._weight_bytes(embedding),
             context_length=self.context_length,
             vocab_size=self._vocab_size(embedding),
             rollback=not self.model.recurrent and (plan.swa_full or not c.llama_model_n_swa(pointer)),
@@ -235,13 +266,13 @@ class _Making:
 
     def _kv_bytes(self) -> int:
         shape, traits = self.source.shape, self.library.type_traits(KV_TYPES[self.options.kv_type])
-        elements = sum(shape.cache_elements(layer) or 0 for layer in range(shape.n_layers))
+        elements = sum(shape.cache_elements(layer) or 0 for layer in self._layers())
         return int(elements * traits.type_size // traits.blck_size)
 
     def _engine_info(self, context: LlamaContext, plan: ContextPlan) -> EngineInfo:
         """`engine_class` has everything that makes numbers differ and that a route must agree on."""
         source, loaded = self.source, self.library
-        parts = ["llama", loaded.commit[:7], source.quantisation, f"kv-{plan.kv_type}"]
+        parts = [self.engine, loaded.commit[:7], source.quantisation, f"kv-{plan.kv_type}"]
         if any(name.endswith("rope_factors_long.weight") for name in source.header.tensors):
             # Which of the two sets of factors llama.cpp takes depends on the size of the whole KV buffer.
             key = f"{source.shape.architecture}.rope.scaling.original_context_length"

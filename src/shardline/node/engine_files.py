@@ -23,7 +23,7 @@ from shardline.formats.gguf_files import read_model
 from shardline.model.backend import ShardSpec
 from shardline.node.artifact_pieces import ArtifactPieces
 from shardline.node.plan import ModelFacts, kv_reservation
-from shardline.options import NodeOptions
+from shardline.options import LLAMA_ENGINES, NodeOptions
 
 _Progress = Callable[[int, int], None]
 _Cancelled = Callable[[], bool]
@@ -52,7 +52,7 @@ class EngineFiles:
         self._cut = options.engine == "llama" and (first, last) != (0, facts.n_layers)
         self._has_text = first == 0 or last == facts.n_layers
         self._files = ShardFiles(options.state_dir / FOLDER)
-        self._kv_tokens = kv_reservation(options, facts, first, last) if options.engine == "llama" else None
+        self._kv_tokens = kv_reservation(options, facts, first, last) if options.engine in LLAMA_ENGINES else None
 
     def spec(self) -> ShardSpec:
         """What the engine loads. Its files may not be there before `make` has returned."""
@@ -61,6 +61,8 @@ class EngineFiles:
         if self._kv_tokens is not None:
             given["kv_tokens"] = self._kv_tokens
             given["rows"] = max(_CALL_ROWS, options.settings.prefill_chunk_max)
+        if options.engine == "llama-window" and options.settings.llama_window_library:
+            given["library"] = options.settings.llama_window_library
         if self._cut:
             given["shard_file"] = str(self._files.shard_path(self._facts.content_id, first, last))
             if self._has_text:

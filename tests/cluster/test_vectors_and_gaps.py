@@ -79,7 +79,11 @@ async def test_vectors_are_those_of_the_engine_alone(
             np.testing.assert_allclose(item["embedding"], wanted, atol=2e-3)
             assert np.dot(item["embedding"], wanted) > 0.9999
     again = await post(cluster, "embeddings", input=TEXTS, **fields)
-    assert again["data"] == answer["data"]
+    for one, other in zip(again["data"], answer["data"], strict=True):
+        if engine == "torch":
+            assert one == other
+        # llama.cpp rounds by where in its one KV buffer the cells of a session lie.
+        assert np.dot(one["embedding"], other["embedding"]) > 1 - 1e-6
     await cluster.until_free()
 
 

@@ -31,9 +31,10 @@ from shardline.cli.main import cli
 from shardline.errors import CATALOGUE
 from shardline.gateway.metrics import GatewayMetrics
 from shardline.node.app import NodeMetrics
+from shardline.gateway import openapi
 from shardline.settings import Settings
 from shardline.tracker.metrics import TrackerMetrics
-from shardline.wire import artifacts, joining, messages, sampling, telemetry
+from shardline.wire import artifacts, composite, joining, messages, sampling, stream, telemetry
 from shardline.wire.steps import FLAG_OUTPUT, LANE_DECODE, Entry, LayoutTensor, SeamLayout, Step, encode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,7 +167,7 @@ def schema_page() -> str:
     """JSON Schema of every struct that crosses a process boundary."""
     structs = [
         value
-        for module in (messages, sampling, joining, artifacts, telemetry)
+        for module in (messages, stream, composite, sampling, joining, artifacts, telemetry)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
     ]

@@ -99,6 +99,22 @@ def test_headers_say_the_same_as_configurations() -> None:
     assert of_gguf_keys("deepseek4", 43, flash | {"attention.compress_ratios": None}) is None
 
 
+INDEXER = {"attention.indexer.key_length": 16, "leading_dense_block_count": 3, "attention.head_count_kv": 2}
+
+
+@pytest.mark.parametrize("architecture", ["minimax-m3", "deepseek32", "glm-dsa"])
+def test_plans_count_what_indexers_keep_as_engines_do(architecture: str) -> None:
+    """Of MiniMax-M3 keys and values, behind the dense layers alone: the planner and the engine have one number."""
+    data = gguf_bytes(metadata(architecture, 8, INDEXER))
+    header = parse_header(data, len(data))
+    shape = shape_of_gguf(header)
+    states = of_gguf_keys(architecture, 8, INDEXER)
+    assert states is not None
+    assert [state.bytes_at(1, 1) for state in states] == [shape.cache_elements(layer) for layer in range(8)]
+    beside = [len(state.rows) for state in states]
+    assert beside == ([1] * 3 + [2] * 5 if architecture == "minimax-m3" else [2] * 8)
+
+
 def test_ordinary_models() -> None:
     states = of_gguf_keys("llama", 8, {})
     assert states == (LayerState((Rows(2 * (8 + 8)),)),) * 8

@@ -20,6 +20,7 @@ from shardline.model.backend import ShardDescription, ShardSpec
 from shardline.model.engine import InlineEngine
 from shardline.model.scripted import load_inline
 from shardline.node.host import ShardHost
+from shardline.node.plan import KvRoom
 from shardline.node.stream import SessionStream
 from shardline.settings import Settings
 from shardline.wire.messages import OpenSession, StepAck, Ticket, TicketPeer
@@ -156,7 +157,7 @@ async def a_node(
             engine=engine,
             carrier=None,  # type: ignore[arg-type]  # one Node is the whole route: nothing is carried
             probe=probe,
-            kv_capacity=lambda shard: capacity,
+            kv_room=lambda shard: KvRoom(capacity, shard.slots),
             prefill_chunk=lambda times: 512,
             tasks=tasks,
         )

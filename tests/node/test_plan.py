@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import ShardDescription
-from shardline.node.plan import inspect_model, kv_capacity
+from shardline.node.plan import KvRoom, inspect_model, kv_room
 from shardline.options import NodeOptions
 from shardline.settings import Settings
 from shardline.wire.messages import EngineInfo
@@ -102,12 +103,46 @@ def test_another_artifact_than_the_expected_one(tmp_path: Path) -> None:
         inspect_model(options(tmp_path, model, "scripted", content_id="mac1-other"))
 
 
-def test_kv_capacity(tmp_path: Path) -> None:
-    assert kv_capacity(options(tmp_path, tmp_path, kv_tokens=77), described(100)) == 77
-    assert kv_capacity(options(tmp_path, tmp_path), described(100, kv_capacity=55)) == 55
+def test_kv_room(tmp_path: Path) -> None:
+    assert kv_room(options(tmp_path, tmp_path, kv_tokens=77), described(100)) == KvRoom(77, None)
+    assert kv_room(options(tmp_path, tmp_path), described(100, kv_capacity=55)) == KvRoom(55, None)
     limited = options(tmp_path, tmp_path, memory_bytes=3_000_000)
-    assert kv_capacity(limited, described(1000, weight_bytes=1_000_000)) == 1000
-    assert kv_capacity(options(tmp_path, tmp_path), described(1)) == 65_536
+    assert kv_room(limited, described(1000, weight_bytes=1_000_000)) == KvRoom(1000, None)
+    assert kv_room(options(tmp_path, tmp_path), described(1)).tokens == 65_536
     with pytest.raises(ShardlineError) as caught:
-        kv_capacity(limited, described(1000, weight_bytes=2_999_000))
+        kv_room(limited, described(1000, weight_bytes=2_999_000))
     assert caught.value.code == "memory_insufficient"
+
+
+def test_fixed_states_have_room_before_tokens(tmp_path: Path) -> None:
+    """A million bytes for caches, 60,000 of them for each session whatever it says."""
+    limited = options(tmp_path, tmp_path, memory_bytes=2_000_000)
+    shard = replace(described(100), state_bytes=60_000)
+    room = kv_room(limited, shard)
+    assert room == KvRoom(5_200, 8)
+    assert room.slots is not None
+    assert room.slots * shard.state_bytes + room.tokens * shard.kv_bytes_per_token <= 1_000_000
+    assert kv_room(limited, replace(shard, slots=3)).slots == 3
+    # The operator's own number of tokens leaves less, or more, for states; one session is let in in any case.
+    assert kv_room(options(tmp_path, tmp_path, memory_bytes=2_000_000, kv_tokens=1_000), shard) == KvRoom(1_000, 15)
+    assert kv_room(options(tmp_path, tmp_path, memory_bytes=2_000_000, kv_tokens=90_000), shard).slots == 1
+    # A Shard whose layers are all recurrent keeps nothing by token.
+    assert kv_room(limited, replace(described(0), state_bytes=60_000)) == KvRoom(65_536, 8)
+    with pytest.raises(ShardlineError) as caught:
+        kv_room(limited, replace(described(100), state_bytes=1_000_000))
+    assert caught.value.code == "memory_insufficient" and "beside them" in caught.value.message
+
+
+def test_states_are_read_from_the_header(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    from shardline.model.llama_shard import SESSIONS_RECURRENT
+    from shardline.node.plan import LLAMA_STATES
+    from tests.support.tiny_gguf import write_tiny_gguf
+    from tests.support.tiny_models import BY_NAME
+
+    assert LLAMA_STATES == SESSIONS_RECURRENT
+    facts = inspect_model(options(tmp_path, write_tiny_gguf(BY_NAME["qwen35"], tmp_path / "m.gguf"), "llama"))
+    # Inner width 128 by a state of 32, and what a convolution still sees, in every layer but each fourth.
+    assert len(facts.state_bytes) == facts.n_layers
+    assert [size > 4 * 128 * 32 for size in facts.state_bytes] == [layer % 4 != 3 for layer in range(facts.n_layers)]
+    assert [size for size in facts.state_bytes if size < 4 * 128 * 32] == [0] * (facts.n_layers // 4)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shardline.settings import PROTOCOL
-from shardline.wire import artifacts, joining, messages, sampling
+from shardline.wire import artifacts, composite, joining, messages, sampling, stream
 
 CORPUS = Path(__file__).with_name("corpus_v1.json")
 """One encoding of each message as protocol 1 sent it first. Grows with new messages; an entry never changes, unless
@@ -25,7 +25,7 @@ def corpus() -> dict[str, Any]:
 def kinds() -> dict[str, type[msgspec.Struct]]:
     return {
         name: kind
-        for module in (messages, sampling, joining, artifacts)
+        for module in (messages, stream, composite, sampling, joining, artifacts)
         for name, kind in vars(module).items()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
     }
@@ -65,7 +65,7 @@ def test_fields_that_a_newer_version_adds_are_passed_over(name: str) -> None:
 
 
 def test_stream_events_tell_themselves_apart() -> None:
-    for name in ("Opened", "Beat", "Progress", "Token", "Text", "Finished", "Failed", "Closed"):
+    for name in ("Opened", "Beat", "Progress", "Token", "Taken", "Text", "Answered", "Finished", "Failed", "Closed"):
         event = msgspec.json.decode(json.dumps(corpus()[name]), type=messages.StreamEvent)
         assert type(event).__name__ == name
     with pytest.raises(msgspec.ValidationError):

@@ -162,8 +162,9 @@ class Conversation:
 def advanced(event: dict[str, Any], timings: dict[str, Any]) -> dict[str, Any]:
     """The last account, as far as a chunk of the answer says that it has gone on since: accounts come twice a second,
     chunks with every token."""
-    tokens = max(event["decode"]["tokens"], timings.get("predicted_n") or 0)
-    if tokens == event["decode"]["tokens"] or event["phase"] not in ("prefill", "decode"):
+    known = event["decode"]["tokens"]
+    tokens = max(known or 0, timings.get("predicted_n") or 0)
+    if known is None or tokens == known or event["phase"] not in ("prefill", "decode"):
         return event
     prefill = {**event["prefill"], "done": event["prefill"]["total"]}
     return {**event, "phase": "decode", "prefill": prefill, "decode": {**event["decode"], "tokens": tokens}}

@@ -93,7 +93,11 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
             tables.setdefault(_title(node, shard), []).append(
                 (
                     node["id"],
-                    f"{shard['first']}:{shard['last']}" if "first" in shard else "–",
+                    "all"
+                    if shard.get("composite")
+                    else f"{shard['first']}:{shard['last']}"
+                    if "first" in shard
+                    else "–",
                     state,
                     "–" if _is_gone(node) else share(kv.get("used_tokens"), kv.get("capacity_tokens")),
                     "–" if _is_gone(node) else str(kv.get("sessions", 0)),
@@ -154,7 +158,11 @@ def _all_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
             rows.append(
                 (
                     node["id"],
-                    f"{shard['first']}:{shard['last']}" if "first" in shard else "–",
+                    "all"
+                    if shard.get("composite")
+                    else f"{shard['first']}:{shard['last']}"
+                    if "first" in shard
+                    else "–",
                     str(shard.get("model", "–")),
                     str((node.get("engine") or {}).get("engine_class", "–")),
                     _with_reason(*state_of(node, shard)),
@@ -168,6 +176,10 @@ def _all_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
             )
     header = ("NODE", "LAYERS", "MODEL", "ENGINE", "STATE", "KV USED", "SESSIONS", "RSS", "SEEN", "PID", "URL")
     return columns(header, rows)
+
+
+def _count(tokens: int | None) -> str:
+    return "–" if tokens is None else str(tokens)
 
 
 def state_of(node: dict[str, Any], shard: dict[str, Any]) -> tuple[str, str]:
@@ -244,8 +256,8 @@ def sessions_text(listed: Sequence[dict[str, Any]], now: float, *, wide: bool = 
         rows.append(
             (
                 event["id"],
-                f"{event['prefill']['done']}/{event['prefill']['total']}",
-                str(event["decode"]["tokens"]),
+                "/".join(_count(event["prefill"][name]) for name in ("done", "total")),
+                _count(event["decode"]["tokens"]),
                 number(event["decode"].get("tokens_per_s")),
                 f"{max(0.0, now - event['created']):.0f} s",
                 _with_reason(event["phase"], failure.get("code") or ""),

@@ -82,8 +82,9 @@ def prefill_line(event: dict[str, Any]) -> str:
 
 def decode_line(event: dict[str, Any]) -> str:
     decode = event["decode"]
+    tokens = "–" if decode["tokens"] is None else counted(decode["tokens"], "token")
     return (
-        f"{counted(decode['tokens'], 'token')}  {number(decode.get('tokens_per_s'), ' tokens/s')}  "
+        f"{tokens}  {number(decode.get('tokens_per_s'), ' tokens/s')}  "
         f"first after {number(decode.get('ttft_ms'), ' ms', 0)}"
     )
 
@@ -153,7 +154,7 @@ class LineView:
             self._say("route", route)
         self._phase, self._route = phase, route
         now = self._clock()
-        if phase == "prefill" and now - self._last_progress >= _LINE_INTERVAL_S:
+        if phase == "prefill" and event["prefill"]["total"] and now - self._last_progress >= _LINE_INTERVAL_S:
             self._last_progress = now
             self._say("prefill", prefill_line(event))
 

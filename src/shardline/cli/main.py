@@ -14,6 +14,7 @@ import click
 from shardline import __version__
 from shardline.cli.artifact import artifact
 from shardline.cli.artifact_store import STORE_COMMANDS
+from shardline.cli.audit import audit
 from shardline.cli.bench import bench
 from shardline.cli.chat import chat
 from shardline.cli.cluster import demo, serve, up
@@ -102,6 +103,7 @@ for _command in (
     keys,
     doctor,
     plan,
+    audit,
     cuts,
     split,
     artifact,

@@ -12,19 +12,20 @@ from typing import Any, TypeVar
 
 import click
 
+from shardline.cli.composite import UPSTREAM, check_flags, composite_options, upstream_options
 from shardline.cli.config import Configuration
 from shardline.cli.engine_choice import ENGINE_HELP, ENGINES, engine_for
 from shardline.cli.invocation import Invocation, credential_of, environment, pass_invocation
 from shardline.cli.offering import offering, trusted_keys
 from shardline.cli.values import JoinLine, LayerRange, ListenAddress, Memory
 from shardline.errors import ShardlineError
-from shardline.options import GatewayOptions, NodeOptions, SeederOptions, TrackerOptions
+from shardline.options import CompositeOptions, GatewayOptions, NodeOptions, SeederOptions, TrackerOptions
 
 TRACKER_KEY = "tracker.key"
 """Name in the state folder."""
 JOIN_HELP = "Join a cluster of other machines by the line that it printed; @FILE or - (stdin) keeps it out of `ps`."
 LISTEN_HELP = "Let other machines join: HTTPS with the cluster's keys, as 0.0.0.0; prints the line for the next one."
-Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions, SeederOptions)
+Options = TypeVar("Options", TrackerOptions, GatewayOptions, NodeOptions, CompositeOptions, SeederOptions)
 
 
 def listener(port: int, port_help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -194,9 +195,9 @@ def gateway(
 @click.option(
     "--model",
     metavar="PATH",
-    type=click.Path(exists=True),
     help="GGUF file or safetensors folder [default: what the Tracker offers, fetched as far as it is needed].",
 )
+@upstream_options
 @click.option("--artifact", metavar="NAME", help="Which of the offered ones, by content_id or name.")
 @_trust_option
 @files_option
@@ -261,10 +262,12 @@ def node(
 
     It loads the layers, tests them, tells the Tracker, and computes them for sessions. Without --model it takes one
     that the Tracker offers, and fetches its layers from the machines that have them; stopped at any time, it goes on
-    from there. With --join it listens where the Tracker reaches it, if no --host is given.
+    from there. With --join it listens where the Tracker reaches it, if no --host is given. With --upstream it computes
+    nothing: another server does, and this Node makes it a part of the cluster.
     """
     from shardline.node.run import run
 
+    check_flags(given["upstream"], model)
     if model is None and engine == "scripted":
         raise click.UsageError("--engine scripted needs its script: --model PATH")
     check_one_tracker(line, tracker_url)
@@ -272,32 +275,50 @@ def node(
     tracker_url = joined_url(line) if line is not None else configuration.url("tracker")
     if line is not None and is_default("host"):
         host = host_towards(tracker_url)
+    upstream = {name: given.pop(name) for name in UPSTREAM}
+    if upstream["upstream"] is not None:
+        shared = {name: given[name] for name in ("port", "advertise_url", "context_length")}
+        more = {"model": model, "insecure_plain_http": insecure_plain_http, "identity_path": identity_path}
+        _composite_node(invocation, configuration, line=line, host=host, **shared, **more, **upstream)
+        return
     first, last = layers if layers is not None else (None, None)
+    shared = {"tracker_url": tracker_url, "host": host, "line": line, "insecure_plain_http": insecure_plain_http}
+    found = {"trust": trust, "look_in": folders if no_adopt else (*folders, *_held_elsewhere())}
+    given |= {**shared, **found, "first": first, "last": last, "model": model, "identity_path": identity_path}
     run_role(
         invocation,
         "node",
         configuration,
-        lambda announce: NodeOptions(
-            settings=configuration.settings,
-            tracker_url=tracker_url,
-            host=host,
-            credential=party_credential(configuration, line, insecure_plain_http=insecure_plain_http),
-            join=line,
-            state_dir=writable(configuration.state_dir) if line is not None else configuration.state_dir,
-            first=first,
-            last=last,
-            insecure_plain_http=insecure_plain_http,
-            announce=announce,
-            environment=environment(),
-            model=model,
-            engine=engine_for(None if model is None else Path(model), engine),
-            engine_is_default=engine is None,
-            trusted_keys=trusted_keys(trust),
-            look_in=folders if no_adopt else (*folders, *_held_elsewhere()),
-            identity_path=None if identity_path is None else with_room(identity_path),
-            **given,
-        ),
+        lambda announce: _node_options(configuration, announce, engine=engine, **given),
         run,
+    )
+
+
+def _node_options(
+    configuration: Configuration, announce: Any, *, line: str | None, engine: str | None, **given: Any
+) -> NodeOptions:
+    model, identity = given["model"], given.pop("identity_path")
+    insecure: bool = given["insecure_plain_http"]
+    return NodeOptions(
+        settings=configuration.settings,
+        credential=party_credential(configuration, line, insecure_plain_http=insecure),
+        join=line,
+        state_dir=writable(configuration.state_dir) if line is not None else configuration.state_dir,
+        announce=announce,
+        trusted_keys=trusted_keys(given.pop("trust")),
+        environment=environment(),
+        engine=engine_for(None if model is None else Path(model), engine),
+        engine_is_default=engine is None,
+        identity_path=None if identity is None else with_room(identity),
+        **given,
+    )
+
+
+def _composite_node(invocation: Invocation, configuration: Configuration, **given: Any) -> None:
+    from shardline.node.composite_run import run
+
+    run_role(
+        invocation, "node", configuration, lambda announce: composite_options(configuration, announce, **given), run
     )
 
 
@@ -392,7 +413,7 @@ def run_role(
     configure_logs(role=name, style=places.log_format, level=places.log_level, tail=tail)
     try:
         built = options(announcer)
-        if isinstance(built, (NodeOptions, SeederOptions)):
+        if isinstance(built, (NodeOptions, CompositeOptions, SeederOptions)):
             built = replace(built, log_lines=tail.since)
         tracker_url = None if isinstance(built, TrackerOptions) else built.tracker_url
         run_until_signal(run(built), drain_s=configuration.settings.drain_s, lifeline=invocation.supervised)

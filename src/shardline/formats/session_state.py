@@ -128,7 +128,9 @@ def _plain(shape: ModelShape, kinds: LayerKinds, index_width: int, fixed: int) -
         recurrent = kinds.recurrent is not None and kinds.recurrent[layer]
         attending = not recurrent if kinds.attending is None else kinds.attending[layer]
         rows = [Rows(elements)] if attending and elements else []
-        if attending and index_width and (kinds.indexed is None or kinds.indexed[layer]):
-            rows.append(Rows(index_width))
+        # A GGUF header and the table of architectures say it layer by layer: some keep values beside keys, some none.
+        kept = shape.indexer[layer] if shape.indexer else index_width
+        if attending and kept and (kinds.indexed is None or kinds.indexed[layer]):
+            rows.append(Rows(kept))
         states.append(LayerState(tuple(rows), fixed if recurrent else 0))
     return tuple(states)

@@ -150,6 +150,10 @@ def _event(name: str, /, **fields: Any) -> Event:
 
 def _usage(usage: Usage) -> Json:
     """Here what was cached is not among the input tokens, but beside them."""
+    if not usage.known:
+        return dict.fromkeys(
+            ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+        )
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

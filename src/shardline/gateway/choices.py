@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import structlog
 
 from shardline.errors import ShardlineError
 from shardline.gateway.detokenize import EMPTY, Delta, TextStream
-from shardline.gateway.generate_api import FinishedEvent, FinishReason, Generation, TokensEvent
-from shardline.gateway.tools_parts import Part, Reader
+from shardline.gateway.generate_api import FinishedEvent, Generation, TextsEvent, TokensEvent
+from shardline.gateway.tools_parts import Part, Piece, Reader
+from shardline.wire.composite import EndReason, UpstreamUsage
 from shardline.wire.messages import Token
 from shardline.wire.telemetry import TelemetryEvent
 
@@ -32,7 +32,7 @@ class Added:
 
     index: int
     delta: Delta
-    parts: Sequence[Part] | None = None
+    parts: Sequence[Piece] | None = None
     """What of the text is known now, where calls and reasoning are read out of it; it can be behind the delta."""
 
 
@@ -41,7 +41,7 @@ class Ended:
     """Choice `index` is complete; nothing comes after it."""
 
     index: int
-    reason: FinishReason | Literal["tool_calls"]
+    reason: EndReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,8 @@ class Choice:
         self.reasoned = 0
         """How many of them were reasoning."""
         self.ended = False
+        self.usage: UpstreamUsage | None = None
+        """Of a composite model, as its upstream tells it at the end."""
         self._text = text
         self._reader = reader
 
@@ -83,7 +85,7 @@ class Choice:
         called = reason == "stop" and self._reader is not None and self._reader.calls > 0
         events.put(Ended(self.index, "tool_calls" if called else reason))
 
-    async def _read(self, events: Events) -> FinishReason:
+    async def _read(self, events: Events) -> EndReason:
         async for event in self.generation:
             if isinstance(event, TokensEvent):
                 added = self._push(event.tokens)
@@ -96,7 +98,7 @@ class Choice:
                 added = self._finish()
                 events.put(added)
                 return "stop" if added.delta.stopped else event.reason
-            else:
+            elif not isinstance(event, TextsEvent):
                 events.see(self.index, event)
         raise ShardlineError("internal", "a generation ended without saying why", session=self.generation.id)
 

@@ -18,6 +18,7 @@ import msgspec
 
 from shardline.errors import ONE_ENGINE, RETURNING, ShardlineError
 from shardline.gateway.choices import Choice
+from shardline.gateway.composite_requests import NO_VOCABULARY, chat_calls, generations, text_calls
 from shardline.gateway.detokenize import TextStream, Vocabulary
 from shardline.gateway.generate_api import Generation, GenerationRequest, Generations
 from shardline.gateway.json_body import unsupported
@@ -31,10 +32,12 @@ from shardline.gateway.openai_requests import (
     room,
     text_request,
 )
+from shardline.gateway.passed_choice import PassedChoice
 from shardline.gateway.template import Templates
 from shardline.gateway.text import TextStore
 from shardline.gateway.tools_answer import Reading
 from shardline.settings import Settings
+from shardline.wire.composite import UpstreamCall
 from shardline.wire.messages import ModelInfo
 
 T = TypeVar("T")
@@ -58,11 +61,18 @@ class Prepared:
     reading: Reading | None = None
     """Of a chat: what is read out of its text."""
     prompt: str = ""
+    passed_on: bool = False
+    """To another server, which knows its tokens, and alone can count them."""
+    whole_calls: bool = False
+    """Calls are told whole, not in pieces."""
 
     def start(self, generations: Generations) -> list[Choice]:
         return [self._choice(index, generations.start(request)) for index, request in enumerate(self.requests)]
 
     def _choice(self, index: int, generation: Generation) -> Choice:
+        if self.passed_on:
+            whole = self.whole_calls or not self.asked.stream
+            return PassedChoice(index, generation, chat=self.envelope.chat, whole_calls=whole)
         stop, vocabulary, reading = self.requests[index].stop, self.envelope.vocabulary, self.reading
         if reading is None:
             return Choice(index, generation, TextStream(vocabulary, stop))
@@ -88,6 +98,10 @@ class Completions:
         request = await self.decoded(decode, body)
         model = await self.model(request.asked.model)
         with self._announced(model, key_id) as session:
+            if model.composite:
+                calls = chat_calls(request, model, self._settings)
+                prepared = self._passed_on(calls, request.asked, model, session, key_id, [""], chat=True)
+                return replace(prepared, whole_calls=decode is not chat_request)
             vocabulary = await self._texts.vocabulary(model)
             asked = check_vocabulary(request.asked, [], _ids(model, vocabulary), vocabulary.bundle.eog)
             tools = request.tools
@@ -113,10 +127,14 @@ class Completions:
         """`POST /v1/completions`."""
         request = await self.decoded(text_request, body)
         model = await self.model(request.asked.model)
-        for prompt in request.prompts:
+        for prompt in request.prompts if not model.composite else ():
             if isinstance(prompt, list):  # one that is too long is not looked through
                 room(request.asked.max_tokens, len(prompt), model, self._settings, param="prompt")
         with self._announced(model, key_id) as session:
+            if model.composite:
+                calls = text_calls(request, model, self._settings)
+                echoes = [prompt if request.echo and isinstance(prompt, str) else "" for prompt in request.prompts]
+                return self._passed_on(calls, request.asked, model, session, key_id, echoes, chat=False)
             vocabulary = await self._texts.vocabulary(model)
             eog = vocabulary.bundle.eog
             asked = check_vocabulary(request.asked, request.prompts, _ids(model, vocabulary), eog)
@@ -184,6 +202,26 @@ class Completions:
         bos = [bundle.bos] if bundle.add_bos and bundle.bos is not None else []
         return [*bos, before, *head, behind, *tail, middle]
 
+    def _passed_on(
+        self,
+        calls: list[UpstreamCall],
+        asked: Asked,
+        model: ModelInfo,
+        session: str,
+        key_id: str,
+        echoes: Sequence[str],
+        *,
+        chat: bool,
+    ) -> Prepared:
+        return Prepared(
+            asked=asked,
+            envelope=_envelope(asked, model, NO_VOCABULARY, chat=chat),
+            requests=generations(calls, asked, model, self._settings, key_id=key_id, session=session),
+            echoes=[echo for echo in echoes for _ in range(asked.n)],
+            prompt_tokens=0,
+            passed_on=True,
+        )
+
     def _prepared(
         self,
         asked: Asked,
@@ -215,23 +253,25 @@ class Completions:
             for number, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
             for choice in range(asked.n)
         ]
-        chat = param == "messages"
-        envelope = Envelope(
-            id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
-            created=int(time.time()),
-            model=asked.model,
-            fingerprint=fingerprint(model),
-            chat=chat,
-            vocabulary=vocabulary,
-            logprobs=asked.sampling.logprobs,
-        )
         return Prepared(
             asked=asked,
-            envelope=envelope,
+            envelope=_envelope(asked, model, vocabulary, chat=param == "messages"),
             requests=requests,
             echoes=[echo for echo in echoes for _ in range(asked.n)],
             prompt_tokens=sum(map(len, prompts)),
         )
+
+
+def _envelope(asked: Asked, model: ModelInfo, vocabulary: Vocabulary, *, chat: bool) -> Envelope:
+    return Envelope(
+        id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+        created=int(time.time()),
+        model=asked.model,
+        fingerprint=fingerprint(model),
+        chat=chat,
+        vocabulary=vocabulary,
+        logprobs=asked.sampling.logprobs,
+    )
 
 
 def _check_effort(variables: dict[str, Any], vocabulary: Vocabulary) -> None:

@@ -24,7 +24,7 @@ from shardline.gateway.completions import Completions, Prepared
 from shardline.gateway.openai_answers import Json, Usage
 from shardline.gateway.openai_requests import ChatRequest, chat_request
 from shardline.gateway.replies import SESSION_HEADER, WRITE_BYTES, usage_of
-from shardline.gateway.tools_parts import Content, Part
+from shardline.gateway.tools_parts import CallPart, Content, Part, Piece
 from shardline.settings import Settings
 from shardline.transport.bodies import send_json
 
@@ -168,8 +168,9 @@ class DialectReply:
     def _told(self, event: Added | Ended) -> list[Event]:
         if isinstance(event, Added):
             text = event.delta.text
-            parts: Sequence[Part] = event.parts if event.parts is not None else [Content(text)] if text else []
-            return [said for part in parts for said in self._words.add(part)]
+            parts: Sequence[Piece] = event.parts if event.parts is not None else [Content(text)] if text else []
+            # No API but OpenAI's is told of calls in pieces: these come whole, behind them.
+            return [said for part in parts if not isinstance(part, CallPart) for said in self._words.add(part)]
         return self._words.end(
             Ending(
                 reason=event.reason,

@@ -12,21 +12,22 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any
 
 import structlog
 
 from shardline.errors import ShardlineError
 from shardline.gateway.admission import CAPACITY_CODES, Admission
-from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TokensEvent
+from shardline.gateway.avoided import Avoided
+from shardline.gateway.generate_api import FinishedEvent, GenerationEvent, GenerationRequest, TextsEvent, TokensEvent
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.metrics import GatewayMetrics, ended_session
 from shardline.gateway.reuse import HotRoutes, gone_on, prefix_of
 from shardline.gateway.served_models import ServedModels
 from shardline.gateway.session import RouteSession
+from shardline.gateway.upstream_session import UpstreamSession
 from shardline.gateway.verdicts import RETRY_AFTER_S, of_tracker
 from shardline.settings import Settings
-from shardline.telemetry.records import Record, Records
+from shardline.telemetry.records import Record, Records, not_running
 from shardline.transport.carrier import Carrier
 from shardline.transport.http_client import HttpClient
 from shardline.transport.tracker_client import TrackerClient
@@ -54,6 +55,7 @@ class RunningGeneration:
         self._reported = False
         self._wake = asyncio.Event()
         self._opened = asyncio.Event()
+        self._begun = False
         self._ending = asyncio.Event()
         self._end_as: str | None = None
         self._ended = asyncio.Event()
@@ -67,7 +69,7 @@ class RunningGeneration:
 
     async def wait_open(self) -> None:
         await self._opened.wait()
-        if self._failure is not None and self._session is None:
+        if self._failure is not None and not self._begun:
             raise self._failure
 
     async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
@@ -221,26 +223,50 @@ class RunningGeneration:
         admission = self._owner.admission(self._request.model)
         session = await admission.admit(lambda: self._try(tasks), self._record.queued_at)
         self._record.enter("prefill")
-        self._opened.set()
-        prefill = tasks.create_task(session.prefill())
         try:
             async with asyncio.timeout(self._owner.settings.session_s):
-                while tokens := await session.next_tokens():
-                    for token in tokens:
-                        self._record.token()
-                        self._generated.append(token.id)
-                    self._emit(TokensEvent(tokens=tokens))
+                finished = await (
+                    self._pass_on(session) if isinstance(session, UpstreamSession) else self._compute(session, tasks)
+                )
         except TimeoutError:
             raise ShardlineError("deadline", "the session took too long", limit="session") from None
-        finally:
-            prefill.cancel()
-        finished = session.finished
         if finished is not None:
             # Whoever reads the last event finds the record whole and the KV free, unless a Node is slow to close.
             closing = tasks.create_task(session.close(keep=True))
             await asyncio.wait({closing}, timeout=_CLOSE_S)
             self._record.enter("completed")
-            self._emit(FinishedEvent(finished.reason, finished.generated, session.embedded))
+            self._emit(finished)
+
+    def _begin(self) -> None:
+        """From here on a failure is one of an answer that has begun."""
+        self._begun = True
+        self._opened.set()
+
+    async def _compute(self, session: RouteSession, tasks: asyncio.TaskGroup) -> FinishedEvent | None:
+        """Push the prompt, take the tokens."""
+        self._begin()
+        prefill = tasks.create_task(session.prefill())
+        try:
+            while tokens := await session.next_tokens():
+                for token in tokens:
+                    self._record.token()
+                    self._generated.append(token.id)
+                self._emit(TokensEvent(tokens=tokens))
+        finally:
+            prefill.cancel()
+        finished = session.finished
+        if finished is None:
+            return None
+        return FinishedEvent(reason=finished.reason, generated=finished.generated, embedded=session.embedded)
+
+    async def _pass_on(self, session: UpstreamSession) -> FinishedEvent | None:
+        """The request is there already: take what its upstream makes of it."""
+        await session.taken()
+        self._begin()
+        while texts := await session.next_texts():
+            self._record.text()
+            self._emit(TextsEvent(texts=texts))
+        return session.ending()
 
     async def _try(self, tasks: asyncio.TaskGroup) -> RouteSession:
         try:
@@ -258,10 +284,10 @@ class RunningGeneration:
         answer = await owner.route(
             RouteRequest(
                 model=request.content_id,
-                kv_tokens=len(request.prompt) + request.max_tokens,
+                kv_tokens=request.kv_tokens,
                 gateway=owner.gateway_id,
-                avoid_nodes=owner.avoided_nodes(),
-                avoid_links=owner.avoided_links(),
+                avoid_nodes=owner.avoided.nodes(time.monotonic()),
+                avoid_links=owner.avoided.links(time.monotonic()),
                 reusable_tokens=owner.hot.find(request.content_id, prefix.digests, len(request.prompt))
                 if prefix
                 else None,
@@ -270,13 +296,15 @@ class RunningGeneration:
         )
         self._record.routed(answer.route)
         self._record.enter("opening")
-        session = RouteSession(
+        make = RouteSession if request.call is None else UpstreamSession
+        session = make(
             answer=answer,
             prompt=request.prompt,
             max_tokens=request.max_tokens,
             sampling=request.sampling,
             prefix=prefix,
             embed=request.embed,
+            call=request.call,
             client=owner.client,
             carrier=owner.carrier,
             liveness=owner.liveness,
@@ -311,10 +339,6 @@ class RunningGeneration:
             await self._record.changed()
 
 
-def not_running(reason: str) -> None:
-    """Cancels what has ended: nothing."""
-
-
 class RouteGenerations:
     """All generations of one Gateway. Implements `Generations`; `run()` owns the tasks."""
 
@@ -338,8 +362,7 @@ class RouteGenerations:
         self._metrics = metrics or GatewayMetrics()
         self._admissions: dict[str, Admission] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        self._avoid_nodes: dict[str, float] = {}
-        self._avoid_links: dict[tuple[str, str], float] = {}
+        self.avoided = Avoided()
         self._served = ServedModels(tracker)
         self.hot = HotRoutes()
         self._live: set[RunningGeneration] = set()
@@ -384,6 +407,7 @@ class RouteGenerations:
         announced = None if request.session is None else self.records.find(request.session)
         record = announced or self.records.new(key_id=request.key_id, model=request.model, prompt_tokens=tokens)
         record.prompt_tokens = tokens
+        record.passed_on = request.call is not None
         generation = RunningGeneration(self, request, record)
         if self._draining:
             generation.shut_down()
@@ -456,39 +480,19 @@ class RouteGenerations:
 
     # ---- what failed is avoided at once, before the Tracker has heard of it ----------------------------------
 
-    def avoided_nodes(self) -> list[str]:
-        return self._fresh(self._avoid_nodes)
-
-    def avoided_links(self) -> list[tuple[str, str]]:
-        return self._fresh(self._avoid_links)
-
-    def _fresh(self, avoid: dict[Any, float]) -> list[Any]:
-        now = time.monotonic()
-        for name in [name for name, until in avoid.items() if until < now]:
-            del avoid[name]
-        return list(avoid)
-
     def report(self, session: RouteSession, status: str) -> None:
         """Tell the Tracker how it ended; avoid what failed until the Tracker knows."""
         outcome = session.outcome(status)
-        until = time.monotonic() + self.settings.control_s
+        named = self.avoided.failed(outcome, time.monotonic() + self.settings.control_s)
         if outcome.node is not None:
-            self._avoid_nodes[outcome.node] = until
             self.hot.forget(outcome.node)
-        if outcome.link is not None:
-            self._avoid_links[outcome.link] = until
         if self._tasks is None:
             return
         telling = self._tasks.create_task(self._tell(session, status))
-        if outcome.node is not None or outcome.link is not None:
+        if named:
             self._served.doubt(telling)
 
     async def _tell(self, session: RouteSession, status: str) -> None:
         with contextlib.suppress(ShardlineError):
             await self.tracker.outcome(session.route.id, session.outcome(status))
-            outcome = session.outcome(status)
-            # The Tracker knows now, and also when the Node is back: it decides from here on.
-            if outcome.node is not None:
-                self._avoid_nodes.pop(outcome.node, None)
-            if outcome.link is not None:
-                self._avoid_links.pop(outcome.link, None)
+            self.avoided.told(session.outcome(status))

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from shardline.errors import ShardlineError
+from shardline.wire.composite import EndReason, Text, UpstreamCall, UpstreamUsage
 from shardline.wire.messages import Embed, Embedded, ModelInfo, Sampling, Token
 from shardline.wire.telemetry import TelemetryEvent
-
-FinishReason = Literal["stop", "length"]
-"""Of a generation; an answer that ends with calls of tools says `tool_calls` for `stop`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,7 @@ class GenerationRequest:
     content_id: str
     """Of the Model Artifact whose text bundle made the prompt: the route must be of the same."""
     prompt: list[int]
-    """Token ids, at least one; with `max_tokens` they fit into the context."""
+    """Token ids, at least one; with `max_tokens` they fit into the context. Empty where there is a `call`."""
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
@@ -41,8 +39,17 @@ class GenerationRequest:
     """Id of an announced Route Session that this becomes; None: a new one."""
     name: str | None = None
     """What the client called the model, where errors name it; None: `model`."""
+    call: UpstreamCall | None = None
+    """Of a composite model: the request that its upstream gets, with the conversation instead of token ids."""
+    place_tokens: int = 0
+    """What a session on it reserves: one whole context, as nobody knows how much of it is used."""
     embed: Embed | None = None
     """The prompt becomes a vector, and `max_tokens` is 0. None: a text is generated."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """What each Node must have room for."""
+        return self.place_tokens if self.call is not None else len(self.prompt) + self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +60,28 @@ class TokensEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedEvent:
-    """The last event. `stop`: an end-of-generation id; `length`: max_tokens are there."""
+class TextsEvent:
+    """Of a composite model, instead of tokens: what its upstream has added, in order."""
 
-    reason: FinishReason
+    texts: list[Text]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The last event. `stop`: an end-of-generation id; `length`: max_tokens are there; others: of a composite model."""
+
+    reason: EndReason
     generated: int
     """Tokens that usage counts."""
     embedded: Embedded | None = None
     """The vector, where one was asked for."""
+    usage: UpstreamUsage | None = None
+    """Of a composite model, where its upstream tells it."""
+    stop: str | None = None
+    """Of a composite model: the stop string that ended it, where its upstream tells it."""
 
 
-GenerationEvent = TokensEvent | TelemetryEvent | FinishedEvent
+GenerationEvent = TokensEvent | TextsEvent | TelemetryEvent | FinishedEvent
 
 
 class Generation(Protocol):

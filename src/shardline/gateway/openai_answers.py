@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.gateway.detokenize import ShownToken, Vocabulary
-from shardline.gateway.tools_parts import Call, Content, Part, Reasoning
+from shardline.gateway.tools_parts import Call, CallPart, Content, Piece, Reasoning
 from shardline.settings import Settings
 from shardline.wire.messages import ModelInfo
 from shardline.wire.telemetry import PrefillView
@@ -31,8 +31,13 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    known: bool = True
+    """Of a composite model whose upstream does not tell it: False, and all numbers are 0."""
 
-    def fields(self) -> Json:
+    def fields(self) -> Json | None:
+        """Null where it is not known."""
+        if not self.known:
+            return None
         fields = self._fields()
         if self.reasoning_tokens:
             fields["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
@@ -55,7 +60,7 @@ class WholeChoice:
     tokens: Sequence[ShownToken]
     finish_reason: str
     telemetry: Any
-    parts: Sequence[Part] | None = None
+    parts: Sequence[Piece] | None = None
     """Instead of the text, where calls and reasoning were read out of it."""
 
 
@@ -80,7 +85,7 @@ class Envelope:
         """Text that was added. `offset`: characters that stand in front of the generated text (echo)."""
         return self._chunk(index, {"content": text}, logprobs=self._logprobs(tokens, offset))
 
-    def part(self, index: int, part: Part | None, tokens: Sequence[ShownToken]) -> Json:
+    def part(self, index: int, part: Piece | None, tokens: Sequence[ShownToken]) -> Json:
         """One part of a chat answer, streamed; None: tokens of which it is not known yet what they are."""
         return self._chunk(index, _delta(part), logprobs=self._logprobs(tokens, 0))
 
@@ -180,7 +185,7 @@ class Envelope:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _delta(part: Part | None) -> Json:
+def _delta(part: Piece | None) -> Json:
     match part:
         case Content(text):
             return {"content": text}
@@ -188,7 +193,15 @@ def _delta(part: Part | None) -> Json:
             return {"reasoning_content": text}
         case Call():
             return {"tool_calls": [{"index": part.index, **_call(part)}]}
+        case CallPart():
+            return {"tool_calls": [{"index": part.index, **_piece(part)}]}
     return {}
+
+
+def _piece(part: CallPart) -> Json:
+    named: Json = {} if part.name is None else {"name": part.name}
+    begun: Json = {} if part.id is None else {"id": part.id, "type": "function"}
+    return {**begun, "function": {**named, "arguments": part.arguments}}
 
 
 def _call(call: Call) -> Json:
@@ -237,7 +250,7 @@ def prompt_progress(prefill: PrefillView, cached_tokens: int, time_ms: float) ->
     return {
         "total": prefill.total,
         "cache": cached_tokens,
-        "processed": max(prefill.done, cached_tokens),
+        "processed": max(prefill.done or 0, cached_tokens),
         "time_ms": round(time_ms, 3),
     }
 
@@ -253,9 +266,10 @@ def model_entry(model: ModelInfo, settings: Settings, created: int) -> Json:
         "missing": [list(layers) for layers in model.missing],
         "content_id": model.content_id,
         "engine_class": model.engine_class,
-        "n_layers": model.n_layers,
+        "composite": model.composite,
+        "n_layers": None if model.composite else model.n_layers,
         "context_length": model.context_length,
-        "vocab_size": model.vocab_size,
+        "vocab_size": None if model.composite else model.vocab_size,
         "kv_capacity_tokens": model.kv_capacity_tokens,
         "default_max_tokens": settings.default_max_tokens,
     }

@@ -20,7 +20,7 @@ from shardline.gateway.choices import Added, Choice, Ended, Events, opened, runn
 from shardline.gateway.completions import Prepared
 from shardline.gateway.detokenize import ShownToken
 from shardline.gateway.openai_answers import Json, Usage, WholeChoice, prompt_progress, timings
-from shardline.gateway.tools_parts import Part
+from shardline.gateway.tools_parts import Piece
 from shardline.settings import Settings
 from shardline.transport.bodies import send_json
 from shardline.wire.telemetry import TelemetryEvent
@@ -62,7 +62,7 @@ class Reply:
     async def _whole(self) -> Json:
         texts = [[echo] for echo in self._prepared.echoes]
         tokens: list[list[ShownToken]] = [[] for _ in self._choices]
-        parts: list[list[Part] | None] = [None for _ in self._choices]
+        parts: list[list[Piece] | None] = [None for _ in self._choices]
         reasons = [""] * len(self._choices)
         left = len(self._choices)
         async with running(self._choices, limit_s=self._settings.control_s) as events:
@@ -187,7 +187,7 @@ class StreamedReply:
             offset = len(self._prepared.echoes[index])
             return [self._envelope.delta(index, delta.text, delta.tokens, offset=offset)]
         told = delta.tokens if self._envelope.logprobs is not None else ()
-        parts: list[Part | None] = [*event.parts] or ([None] if told else [])
+        parts: list[Piece | None] = [*event.parts] or ([None] if told else [])
         return [self._envelope.part(index, part, () if n else told) for n, part in enumerate(parts)]
 
     def _ended(self, event: Ended) -> bytes:
@@ -204,10 +204,11 @@ class StreamedReply:
         """llama-server's chunk, each time that the prefill has come further; nothing behind its end."""
         if not self._asked.return_progress or view.phase in ("queued", "routing", "opening"):
             return b""
-        if self._progress[index] >= view.prefill.done:
+        done = view.prefill.done or 0
+        if self._progress[index] >= done:
             return b""
-        self._progress[index] = view.prefill.done
-        progress = prompt_progress(view.prefill, view.prefill.cached, (self._clock() - self._began) * 1e3)
+        self._progress[index] = done
+        progress = prompt_progress(view.prefill, view.prefill.cached or 0, (self._clock() - self._began) * 1e3)
         return sse.data(self._envelope.beside(index, prompt_progress=progress))
 
     def _account(self) -> bytes:
@@ -249,14 +250,32 @@ class StreamedReply:
 def usage_of(prepared: Prepared, choices: Sequence[Choice]) -> Usage:
     """Each prompt counts once, with what was cached for its first choice; all choices count."""
     firsts = choices[:: prepared.asked.n]
+    if prepared.passed_on:
+        return _usage_told(firsts, choices)
     return Usage(
         prompt_tokens=prepared.prompt_tokens,
         completion_tokens=sum(choice.generated for choice in choices),
-        cached_tokens=sum(choice.generation.telemetry().prefill.cached for choice in firsts),
+        cached_tokens=sum(choice.generation.telemetry().prefill.cached or 0 for choice in firsts),
         reasoning_tokens=sum(choice.reasoned for choice in choices),
     )
 
 
+def _usage_told(firsts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
+    """Of a composite model: what its upstream said, if it did so for all choices."""
+    told = [choice.usage for choice in choices if choice.usage is not None]
+    if len(told) < len(choices):
+        return Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0, known=False)
+    begun = [choice.usage for choice in firsts if choice.usage is not None]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in begun),
+        completion_tokens=sum(usage.completion_tokens for usage in told),
+        cached_tokens=sum(usage.cached_tokens or 0 for usage in begun),
+        reasoning_tokens=sum(usage.reasoning_tokens or 0 for usage in told),
+    )
+
+
 def timings_of(choice: Choice) -> dict[str, Any]:
-    view = choice.generation.telemetry()
-    return timings(view.prefill.total, view.prefill.cached, choice.generated, choice.generation.timings())
+    prefill, times = choice.generation.telemetry().prefill, choice.generation.timings()
+    if prefill.total is None:  # of a composite model: what its upstream has not told
+        return dict.fromkeys(timings(0, 0, 0, {}))
+    return timings(prefill.total, prefill.cached or 0, choice.generated, times)

@@ -169,7 +169,9 @@ class ResponseWords:
         return name, {"type": name, "sequence_number": next(self._numbers), **fields}
 
 
-def _usage(usage: Usage) -> Json:
+def _usage(usage: Usage) -> Json | None:
+    if not usage.known:
+        return None
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},

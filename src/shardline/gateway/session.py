@@ -14,13 +14,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import structlog
 
 from shardline.errors import CATALOGUE, ShardlineError, from_body
+from shardline.gateway.agreed import check_agreed, check_embedded
+from shardline.gateway.line import Line
 from shardline.gateway.agreed import check_agreed, check_embedded
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.reuse import Start, check_opened, start_of
@@ -30,6 +31,7 @@ from shardline.telemetry.records import Record
 from shardline.transport.carrier import Carrier
 from shardline.transport.failures import HttpFailure, OwnLack
 from shardline.transport.http_client import HttpClient
+from shardline.wire.composite import UpstreamCall
 from shardline.wire.messages import (
     Beat,
     Closed,
@@ -71,28 +73,6 @@ _BREAK_GRACE_S = 0.3
 """How long a failed push waits for the news that its target is gone altogether."""
 
 
-@dataclass(slots=True)
-class _Line:
-    """The open stream of one hop."""
-
-    hop: Hop
-    heard: float
-    position: int = 0
-    """How far its engine has come."""
-    answer: Opened | None = None
-    ended: bool = False
-    """No more lines will come: closed, failed or broken."""
-    failed: bool = False
-    """The Node said itself that it gave the session up: it lives."""
-    closed: bool = False
-    """The Node said `closed`: its KV is free."""
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def opened(self) -> bool:
-        return self.answer is not None
-
-
 class RouteSession:
     """One session on one route. `tasks` is the group in which its tasks live. `prefix`: what Nodes may have of its
     prompt already; None: they are not asked, and keep nothing of it."""
@@ -106,6 +86,7 @@ class RouteSession:
         sampling: Sampling,
         prefix: Prefix | None,
         embed: Embed | None = None,
+        call: UpstreamCall | None = None,
         client: HttpClient,
         carrier: Carrier,
         liveness: Liveness,
@@ -123,6 +104,7 @@ class RouteSession:
         self._sampling = sampling
         self._prefix = prefix
         self._embed = embed
+        self._call = call
         self._start_at = Start()
         self._client = client
         self._context = contextvars.copy_context()
@@ -135,7 +117,7 @@ class RouteSession:
         self._key = secrets.token_bytes(16)
         self._urls = [hop.url for hop in self.route.hops]
         now = time.monotonic()
-        self._lines = [_Line(hop, now) for hop in self.route.hops]
+        self._lines = [Line(hop, now) for hop in self.route.hops]
         self._tokens: deque[Token] = deque()
         self._changed = asyncio.Event()
         self._pending_verdict = False
@@ -174,7 +156,7 @@ class RouteSession:
         self._start_at = start_of(answers, len(self._prompt), asked=self._prefix is not None)
         self._record.reused(self._start_at.position, self._start_at.reason)
 
-    async def _hold(self, line: _Line, ticket: str) -> None:
+    async def _hold(self, line: Line, ticket: str) -> None:
         """Keep the stream of one hop open; its lines arrive in `_heard`, straight from the socket."""
         terms = peek(ticket, Ticket)
         request = OpenSession(
@@ -187,6 +169,7 @@ class RouteSession:
             layout_out=terms.layout_out,
             prefix=self._prefix,
             embed=self._embed,
+            call=self._call,
         )
         try:
             async with self._client.stream(
@@ -217,13 +200,13 @@ class RouteSession:
             line.ended = True
             self._changed.set()
 
-    def _lost(self, line: _Line, why: str, **details: Any) -> ShardlineError:
+    def _lost(self, line: Line, why: str, **details: Any) -> ShardlineError:
         hop = line.hop
         return ShardlineError("node_lost", f"Node {hop.node} ({hop.first}:{hop.last}) {why}", node=hop.node, **details)
 
     # ---- listening -------------------------------------------------------------------------------------------
 
-    def _heard(self, line: _Line, raw: bytes) -> None:
+    def _heard(self, line: Line, raw: bytes) -> None:
         line.heard = time.monotonic()
         try:
             event = _events.decode(raw)
@@ -234,7 +217,7 @@ class RouteSession:
         self._take(line, event)
         self._changed.set()
 
-    def _take(self, line: _Line, event: StreamEvent) -> None:
+    def _take(self, line: Line, event: StreamEvent) -> None:
         is_tail = line.hop.index == len(self._lines) - 1
         match event:
             case Token():
@@ -258,7 +241,7 @@ class RouteSession:
                 if not self._closing and self.failure is None and not self._pending_verdict:
                     self._fail(self._lost(line, "closed the session by itself"))
 
-    def _opened(self, line: _Line, event: Opened) -> None:
+    def _opened(self, line: Line, event: Opened) -> None:
         try:
             check_opened(event, len(self._prompt))
             if line.hop.index == len(self._lines) - 1:
@@ -269,7 +252,7 @@ class RouteSession:
         line.answer = msgspec.structs.replace(event, node=line.hop.node)
         self._moved = line.heard
 
-    def _advanced(self, line: _Line, event: Beat | Progress, is_tail: bool) -> None:
+    def _advanced(self, line: Line, event: Beat | Progress, is_tail: bool) -> None:
         """A Node says how far it is."""
         index = line.hop.index
         self._record.hop_times(index, event.times)
@@ -284,7 +267,7 @@ class RouteSession:
         if is_tail:
             self._record.prefilled(event.position)
 
-    def _check_token(self, line: _Line, token: Token) -> None:
+    def _check_token(self, line: Line, token: Token) -> None:
         if not 0 <= token.id < self.route.vocab_size:
             message = f"Node {line.hop.node} sent token id {token.id}, the vocabulary has {self.route.vocab_size}"
             self._fail(ShardlineError("seam_invalid", message, node=line.hop.node))
@@ -307,7 +290,7 @@ class RouteSession:
             return
         self.embedded, self.finished = event, Finished(reason="stop", generated=0)
 
-    def _check_finished(self, line: _Line, finished: Finished) -> None:
+    def _check_finished(self, line: Line, finished: Finished) -> None:
         """What is counted, and may be billed, is what came; with `stop` an id more, which counts and is not sent."""
         came = self._next_index + (finished.reason == "stop")
         if finished.generated != came:
@@ -316,7 +299,7 @@ class RouteSession:
             return
         self.finished = finished
 
-    def _node_failed(self, line: _Line, event: Failed) -> None:
+    def _node_failed(self, line: Line, event: Failed) -> None:
         error = self._of_node(line, from_body(event.error, fallback="engine_error"), fallback="engine_error")
         if error.code != "seam_lost":
             self._fail(error)
@@ -325,11 +308,11 @@ class RouteSession:
         if self.failure is None and not self._pending_verdict:
             self._start(self._arbitrate(error, target))
 
-    def _of_node(self, line: _Line, said: ShardlineError, *, fallback: str) -> ShardlineError:
+    def _of_node(self, line: Line, said: ShardlineError, *, fallback: str) -> ShardlineError:
         nodes = [x.hop.node for x in self._lines]
         return of_node(said, node=line.hop.node, nodes=nodes, opened=line.opened, fallback=fallback)
 
-    async def _arbitrate(self, error: ShardlineError, target: _Line | None) -> None:
+    async def _arbitrate(self, error: ShardlineError, target: Line | None) -> None:
         """A push failed. If its target is dead or silent too, that is the news; else the link between them is."""
         deadline = time.monotonic() + _BREAK_GRACE_S
         while target is not None and self.failure is None and not self._closing:
@@ -467,7 +450,7 @@ class RouteSession:
         """Beat and judge no more. Idempotent; part of `close`."""
         self._liveness.unwatch(self, self._urls)
 
-    async def _close_line(self, line: _Line, *, keep: bool) -> None:
+    async def _close_line(self, line: Line, *, keep: bool) -> None:
         """Ask the Node to close, wait for `closed` on the stream; a stream that does not end is cut."""
         if line.task is None:
             return

@@ -39,6 +39,20 @@ class Call:
 Part = Content | Reasoning | Call
 
 
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """A piece of a call, as the upstream of a composite Node streams it: `id` and `name` with its first one alone."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+Piece = Part | CallPart
+"""What may be told of an answer while it comes."""
+
+
 def new_id() -> str:
     """Nine letters and digits: the one form that Mistral's templates take back."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))

@@ -58,6 +58,9 @@ class ShardDescription:
     """What the engine's caches can hold in all; None: bounded by memory alone."""
     slots: int | None = None
     """How many slots can be open at a time; None: no bound of the engine's own."""
+    state_bytes: int = 0
+    """What each open slot takes at most beside its tokens: recurrent and rolling states. 0 too where the engine has
+    taken the memory of all of them when it loaded."""
     embeddings: Embeddings | None = None
     """Of a tail; None: the engine makes no vectors of prompts."""
 

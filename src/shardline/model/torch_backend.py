@@ -93,6 +93,7 @@ def load(spec: ShardSpec, *, progress: Progress | None = None) -> TorchBackend:
         context_length=context,
         vocab_size=shard.vocab_size,
         rollback=all(form.window is None and form.positional for form in forms),
+        state_bytes=sum(form.fixed_bytes for form in forms),
         text_digest=text.digest if text is not None else None,
         embeddings=source.embeddings(shard.hidden_size) if shard.is_tail else None,
     )

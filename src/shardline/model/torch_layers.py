@@ -60,6 +60,14 @@ class StoredPart:
             return 0.0
         return math.prod(n for n in self.shape if n != _LENGTH) * self.dtype.itemsize / self.every
 
+    @property
+    def fixed_bytes(self) -> int:
+        """What it takes of a session however long, at most: all of it, or where it grows for a while only, its end."""
+        row = math.prod(n for n in self.shape if n != _LENGTH) * self.dtype.itemsize
+        if _LENGTH not in self.shape:
+            return row
+        return self.every * row if self.rest else (self.longest or 0) * row
+
     def shape_at(self, tokens: int) -> tuple[int, ...]:
         rows = tokens % self.every if self.rest else tokens // self.every
         rows = rows if self.longest is None else min(rows, self.longest)
@@ -86,6 +94,11 @@ class LayerForm:
         """An upper bound where there are windows; where a state stands beside a window, what grows behind it."""
         growing = (part for part in self.parts if self.positional or part.longest is None)
         return math.ceil(sum(part.bytes_per_token for part in growing))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What a session takes beside `bytes_per_token`, at most."""
+        return 0 if self.positional else sum(part.fixed_bytes for part in self.parts)
 
     def expected(self, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of each tensor after so many tokens."""

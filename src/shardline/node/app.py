@@ -121,33 +121,12 @@ class NodeApp:
         stream = self._host.open(ticket, request)
         log.info("session_opened", route=ticket.route, layers=[ticket.first, ticket.last], kv_tokens=ticket.kv_tokens)
         key = bytes.fromhex(request.key)
-        try:
-            headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async with asyncio.TaskGroup() as tasks:
-                leaving = tasks.create_task(self._close_when_left(key, receive))
-                await self._write(stream, send)
-                leaving.cancel()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._host.sessions.close(key)
-
-    @staticmethod
-    async def _write(stream: SessionStream, send: Send) -> None:
-        while (chunk := await stream.next_chunk()) is not None:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-
-    async def _close_when_left(self, key: bytes, receive: Receive) -> None:
-        """A connection that breaks means what DELETE means."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._host.sessions.close(key)
+        note(route=ticket.route, node=self._identity.node_id, layers=f"{ticket.first}:{ticket.last}")
+        await hold_stream(stream, lambda: self._host.sessions.close(key), receive, send)
 
     async def _close(self, key: str, scope: Scope, send: Send) -> None:
         """`keep=1`: the session ended well, what it computed may be kept."""
-        if not _KEY.fullmatch(key):
-            raise ShardlineError("invalid_value", "a session key is 32 hex digits", param="key")
-        closed = self._host.sessions.close(bytes.fromhex(key), keep=scope["query_string"] == b"keep=1")
+        closed = self._host.sessions.close(session_key(key), keep=scope["query_string"] == b"keep=1")
         await send_json(send, {"closed": closed})
 
     async def _beats(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -188,6 +167,35 @@ class NodeApp:
 
 
 def check_party(scope: Scope, path: str, expelled: frozenset[str]) -> None:
+async def hold_stream(stream: SessionStream, close: Callable[[], object], receive: Receive, send: Send) -> None:
+    """The open answer of `POST /v1/sessions`, as long as the session lives; a connection that breaks means what DELETE
+    means: `close` is called then, and at the end."""
+
+    async def close_when_left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        close()
+
+    try:
+        headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with asyncio.TaskGroup() as tasks:
+            leaving = tasks.create_task(close_when_left())
+            while (chunk := await stream.next_chunk()) is not None:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            leaving.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    finally:
+        close()
+
+
+def session_key(text: str) -> bytes:
+    """The key of a session, as it stands in a path; raises `invalid_value`."""
+    if not _KEY.fullmatch(text):
+        raise ShardlineError("invalid_value", "a session key is 32 hex digits", param="key")
+    return bytes.fromhex(text)
+
+
     """In a cluster with keys: who is out is out, and sessions are the Gateways'; Nodes send each other steps.
 
     Steps that take their own lane are not asked: they are worth what their session key is.

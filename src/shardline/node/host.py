@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 
 from shardline.errors import ShardlineError
@@ -19,6 +20,7 @@ from shardline.model.engine import BatchResult, Engine
 from shardline.model.generation import SampledToken, StepResult
 from shardline.node.batch import Choice, Lane, Measured, Waiting, choose
 from shardline.node.outbox import Outbox, Outgoing
+from shardline.node.plan import KvRoom
 from shardline.node.rows import all_finite
 from shardline.node.sessions import Sessions
 from shardline.node.slots import QueuedStep, Slot, check_tokens
@@ -64,7 +66,7 @@ class ShardHost:
         engine: Engine,
         carrier: Carrier,
         probe: Callable[[str], Awaitable[bool]],
-        kv_capacity: Callable[[ShardDescription], int],
+        kv_room: Callable[[ShardDescription], KvRoom],
         prefill_chunk: Callable[[StepTimes], int],
         tasks: asyncio.TaskGroup,
         prepare: Callable[[], Awaitable[None]] | None = None,
@@ -81,7 +83,7 @@ class ShardHost:
         self.queue_bytes = 0
         self.description: ShardDescription | None = None
         self._prepare = prepare
-        self._kv_capacity = kv_capacity
+        self._kv_room = kv_room
         self._choose_chunk = prefill_chunk
         self._tasks = tasks
         self._outbox = Outbox(node_id=node_id, carrier=carrier, probe=probe, settings=settings, owner=self, tasks=tasks)
@@ -117,8 +119,10 @@ class ShardHost:
             if self._prepare is not None:
                 self.engine.before_restart = self._prepare
                 await self._prepare()
-            self.description = await self.engine.start()
-            self.sessions.ledger.capacity = self._kv_capacity(self.description)
+            description = await self.engine.start()
+            room = self._kv_room(description)
+            self.description = replace(description, slots=room.slots)
+            self.sessions.ledger.capacity = room.tokens
             await self._test()
         except ShardlineError as error:
             self.load_failure = error

@@ -19,9 +19,12 @@ from shardline.artifact.store import StoredArtifact
 from shardline.artifact.stored_shard import check_headers, stored_model
 from shardline.errors import ShardlineError
 from shardline.formats import gguf_files, layers, memory, safetensors
+from shardline.formats.architectures import LlamaRules, of_gguf
 from shardline.formats.cuts import Cuts, cuts_for_window, cuts_of
 from shardline.formats.gguf_files import GGUFModel
+from shardline.formats.layer_kinds import layer_kinds
 from shardline.formats.safetensors import SafetensorsFolder
+from shardline.formats.session_state import states_of_gguf
 from shardline.formats.shape import ModelShape, shape_of_config, shape_of_gguf
 from shardline.model.backend import ShardDescription
 from shardline.model.script import read_script
@@ -39,7 +42,11 @@ _KV_TOKENS_SMALL = 16_384
 _KV_TOKENS_LEAST = 256
 _KV_RESERVED_SHARE = 0.25
 """Part of the memory left that is taken at once, whether it is used or not: other Nodes may start on the machine."""
+_STATES_WANTED = 256
+"""Sessions whose fixed states a Node sets memory aside for, where there is more."""
 _LLAMA_KV_ELEMENT_BYTES = 2
+LLAMA_STATES = 8
+"""Sessions for whose fixed states the llama.cpp engine takes memory when it loads: as many as it serves at a time."""
 _KV_SHARE = 0.5
 """Part of the memory left that the caches may take."""
 
@@ -62,6 +69,8 @@ class ModelFacts:
     kv_reserve_bytes: int = 0
     kv_bytes_per_token: int = 0
     """Of all layers."""
+    state_bytes: tuple[int, ...] = ()
+    """What each layer keeps of a session however short it is; empty: nothing, or not known."""
     context_length: int | None = None
     legal_cuts: list[int] | None = None
     """Layers in front of which the engine can cut the model; None: all."""
@@ -155,10 +164,14 @@ def _facts_of_gguf(model: GGUFModel, name: str, path: Path, content: str, option
     if options.engine not in LLAMA_ENGINES:
         wanted = _DTYPE_BYTES.get(options.dtype or "") or 4
         return _facts(name, path, content, options, shape, model.tensors, wanted)
+    row = of_gguf(shape.architecture)
+    kinds = layer_kinds(model.header, shape, row.llama or LlamaRules())
+    states = states_of_gguf(model.header, shape, kinds) or ()
     cuts = cuts_of(model.header) if options.engine == "llama" else cuts_for_window(model.header)
     if options.first is not None and options.last is not None:
         cuts.check_part(options.first, options.last)
-    return _facts(name, path, content, options, shape, model.tensors, None, cuts)
+    facts = _facts(name, path, content, options, shape, model.tensors, None, cuts)
+    return replace(facts, state_bytes=tuple(state.bytes_at(0, 0) for state in states))
 
 
 def _facts(
@@ -198,39 +211,65 @@ def kv_reservation(options: NodeOptions, facts: ModelFacts, first: int, last: in
     if options.kv_tokens is not None:
         return options.kv_tokens
     weights = sum(facts.layer_bytes[first:last])
+    states = LLAMA_STATES * sum(facts.state_bytes[first:last])
     left = psutil.virtual_memory().available
     if options.memory_bytes is not None:
         left = min(left, options.memory_bytes)
     per_token = max(1, facts.kv_bytes_per_token * (last - first) // facts.n_layers)
-    fits = int(max(0, left - weights) * _KV_RESERVED_SHARE) // per_token
+    fits = int(max(0, left - weights - states) * _KV_RESERVED_SHARE) // per_token
     if fits < _KV_TOKENS_LEAST:
         raise ShardlineError(
             "memory_insufficient",
-            f"of {_mib(left)}, {_mib(weights)} are for weights; a quarter of what is left holds {fits} KV tokens",
+            f"of {_mib(left)}, {_mib(weights + states)} are for weights{' and states' if states else ''}; "
+            f"a quarter of what is left holds {fits} KV tokens",
             advice="Raise --memory, give the Node fewer layers, or say how much it may hold: --kv-tokens.",
         )
     context = facts.context_length or _KV_TOKENS_WANTED
     return min(fits, _KV_TOKENS_WANTED, max(_KV_TOKENS_SMALL, 2 * context))
 
 
-def kv_capacity(options: NodeOptions, shard: ShardDescription) -> int:
-    """KV tokens that a Node may promise: the operator's number, the engine's own, or what half of the memory left
-    holds, at most 65,536 and one full context at least (if that does not fit, loading was the last step that did)."""
-    if options.kv_tokens is not None:
-        return options.kv_tokens
-    if shard.kv_capacity_tokens is not None:
-        return shard.kv_capacity_tokens
+@dataclass(frozen=True, slots=True)
+class KvRoom:
+    """What a Node may promise: tokens of all sessions together, and how many sessions (None: any number)."""
+
+    tokens: int
+    slots: int | None
+
+
+def kv_room(options: NodeOptions, shard: ShardDescription) -> KvRoom:
+    """The operator's number of tokens, the engine's own, or what half of the memory left holds, at most 65,536 and one
+    full context at least (if that does not fit, loading was the last step that did).
+
+    Where a session takes memory however short it is (recurrent layers), that of as many sessions is set aside first as
+    a half of this holds: no session that is let in meets want of memory. Raises `memory_insufficient`.
+    """
+    if shard.kv_capacity_tokens is not None:  # the engine has taken its memory
+        return KvRoom(options.kv_tokens or shard.kv_capacity_tokens, shard.slots)
     left = psutil.virtual_memory().available
     if options.memory_bytes is not None:
         left = min(left, max(0, options.memory_bytes - shard.weight_bytes))
-    fits = int(left * _KV_SHARE) // max(1, shard.kv_bytes_per_token)
+    room, per_token = int(left * _KV_SHARE), shard.kv_bytes_per_token
+    states = room // 2 if options.kv_tokens is None else room - options.kv_tokens * per_token
+    slots = _slots(shard, states)
+    if options.kv_tokens is not None:
+        return KvRoom(options.kv_tokens, slots)
+    fits = (room - (slots or 0) * shard.state_bytes) // max(1, per_token)
     if fits < 16:
+        beside = f", a session {_mib(shard.state_bytes)} beside them" if shard.state_bytes else ""
         raise ShardlineError(
             "memory_insufficient",
-            f"{_mib(left)} are left for KV, and a token needs {shard.kv_bytes_per_token} bytes",
+            f"{_mib(left)} are left for KV, and a token needs {per_token} bytes{beside}",
             advice="Raise --memory, or give the Node fewer layers.",
         )
-    return min(fits, max(_KV_TOKENS_WANTED, shard.context_length))
+    return KvRoom(min(fits, max(_KV_TOKENS_WANTED, shard.context_length)), slots)
+
+
+def _slots(shard: ShardDescription, room: int) -> int | None:
+    """How many sessions have their fixed states in `room` bytes; at least one is let in."""
+    if not shard.state_bytes:
+        return shard.slots
+    fit = max(1, min(_STATES_WANTED, room // shard.state_bytes))
+    return fit if shard.slots is None else min(fit, shard.slots)
 
 
 def _mib(count: int) -> str:

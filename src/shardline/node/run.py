@@ -33,7 +33,7 @@ from shardline.node.artifact_start import from_nothing
 from shardline.node.engine_files import EngineFiles
 from shardline.node.host import ShardHost
 from shardline.node.info import Identity, Planned, host_id, node_info
-from shardline.node.plan import ModelFacts, inspect_model, kv_capacity
+from shardline.node.plan import KvRoom, ModelFacts, inspect_model, kv_room
 from shardline.node.presence import Presence
 from shardline.node.swarm import Swarm
 from shardline.node.tracker_patience import answered
@@ -221,8 +221,8 @@ class _Node:
     def _loading(self, done: int, total: int) -> None:
         self._options.announce("loading", done=done, total=total)
 
-    def _capacity(self, description: ShardDescription) -> int:
-        return kv_capacity(self._options, description)
+    def _room(self, description: ShardDescription) -> KvRoom:
+        return kv_room(self._options, description)
 
     async def serve(self, sock: socket.socket) -> None:
         """Everything at work, until cancelled; then the goodbye, in order."""
@@ -244,7 +244,7 @@ class _Node:
             engine=self._engine,
             carrier=HttpCarrier(self._client),
             probe=self._reaches,
-            kv_capacity=self._capacity,
+            kv_room=self._room,
             prefill_chunk=lambda times: choose_prefill_chunk(times.prefill_ms_per_row, settings),
             tasks=tasks,
             prepare=lambda: self._files.make(self._cutting),

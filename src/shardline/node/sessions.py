@@ -22,6 +22,7 @@ from shardline.errors import ShardlineError
 from shardline.model.backend import Reuse, ShardDescription, SlotSpec
 from shardline.model.engine import Engine
 from shardline.model.pooling import pooling_of
+from shardline.node.gateway_watch import GatewayWatch, silence_of_gateway
 from shardline.node.prefixes import Kept, Match, Prefixes
 from shardline.node.slots import KvLedger, Slot
 from shardline.node.stream import SessionStream
@@ -33,7 +34,6 @@ from shardline.wire.prefix import check_prefix, digests_of
 log = structlog.get_logger(__name__)
 _STREAM_SLACK = 1024
 """Lines beyond its tokens that a session may have unread: beats and progress while its Gateway pauses."""
-_GATEWAYS_KEPT = 64
 _ENGINE_ENDS = frozenset({"engine_lost", "draining", "deadline"})
 """Refusals after which the engine is not asked again."""
 
@@ -67,10 +67,8 @@ class Sessions:
         self._next_number = 0
         self._engine_lives = 0
         """How often the engine was lost: what it held before is not there after."""
-        self._gateways: dict[str, float] = {}
-        """When each was last heard, or had to be given its time anew."""
         self._clock = clock
-        self._look_due = clock() + settings.beat_interval_s
+        self._gateways = GatewayWatch(settings, clock())
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -175,7 +173,7 @@ class Sessions:
             slot.salt, slot.ids = prefix.salt, bytearray()
         self._slots[key] = slot
         self._streams[key] = SessionStream(limit=request.max_tokens + _STREAM_SLACK)
-        self._gateways[ticket.gateway] = self._clock()  # opening a session is a sign of life
+        self._gateways.opened(ticket.gateway, self._clock())
         return slot, match
 
     def _make_room(self, tokens: int, shard: ShardDescription, source: Kept | None) -> int:
@@ -325,31 +323,23 @@ class Sessions:
     # ---- liveness --------------------------------------------------------------------------------------------
 
     def beat(self, gateway: str) -> None:
-        """A Gateway says that it lives. Unknown ones are ignored: they have no session here."""
-        if gateway in self._gateways:
-            self._gateways[gateway] = self._clock()
+        """A Gateway says that it lives."""
+        self._gateways.beat(gateway, self._clock())
 
     async def watch(self) -> None:
         """Look every `beat_interval_s`, until cancelled."""
-        self._look_due = self._clock() + self._settings.beat_interval_s
+        self._gateways.due = self._clock() + self._settings.beat_interval_s
         while True:
-            await asyncio.sleep(max(0.0, self._look_due - self._clock()))
+            await asyncio.sleep(max(0.0, self._gateways.due - self._clock()))
             self.look()
 
     def look(self) -> None:
-        """Beat on every stream, and end the sessions of Gateways that fell silent.
-
-        Called late, this Node itself stood still: what it has not heard meanwhile says nothing of any Gateway, which
-        could not reach it either, so each has its whole time once more. That this Node was silent is for others to say.
-        """
+        """Beat on every stream, and end the sessions of Gateways that fell silent."""
         now = self._clock()
-        late = now - self._look_due > self._settings.late_timer_s
-        self._look_due = now + self._settings.beat_interval_s
         self._send_beats()
-        if late:
-            self._gateways = dict.fromkeys(self._gateways, now)
-        else:
-            self._judge_gateways(now)
+        silent = self._gateways.silent(now, (s.ticket.gateway for s in self._slots.values()))
+        for slot in [s for s in self._slots.values() if s.ticket.gateway in silent]:
+            self.fail(slot, silence_of_gateway(self._node_id, self._settings))
 
     def _send_beats(self) -> None:
         for slot in list(self._slots.values()):
@@ -359,20 +349,6 @@ class Sessions:
                 self.close(slot.key)
             else:
                 stream.emit(_beat_of(slot))
-
-    def _silence_of_gateway(self) -> ShardlineError:
-        message = f"Node {self._node_id} has heard nothing of the Gateway for {self._settings.beat_timeout_s:g} s"
-        return ShardlineError("gateway_lost", message, limit="heartbeat")
-
-    def _judge_gateways(self, now: float) -> None:
-        silent = {g for g, last in self._gateways.items() if now - last > self._settings.beat_timeout_s}
-        for slot in [s for s in self._slots.values() if s.ticket.gateway in silent]:
-            self.fail(slot, self._silence_of_gateway())
-        for gateway in silent:
-            del self._gateways[gateway]
-        if len(self._gateways) > _GATEWAYS_KEPT:
-            used = {s.ticket.gateway for s in self._slots.values()}
-            self._gateways = {g: t for g, t in self._gateways.items() if g in used}
 
 
 def _beat_of(slot: Slot) -> Beat:

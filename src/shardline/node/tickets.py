@@ -26,9 +26,16 @@ class TicketGate:
         """In the order in which they came; the oldest makes room."""
 
     def admit(
-        self, request: OpenSession, *, ticket_key: bytes | None, shard: ShardDescription | None, now: float
+        self,
+        request: OpenSession,
+        *,
+        ticket_key: bytes | None,
+        shard: ShardDescription | None,
+        now: float,
+        composite: bool = False,
     ) -> Ticket:
-        """The ticket of `request`, now used; `now` is Unix seconds. Raises `ticket_invalid`, `ticket_used`,
+        """The ticket of `request`, now used; `now` is Unix seconds. `composite`: requests are passed on here, and of
+        those alone nobody knows the tokens of the prompt. Raises `ticket_invalid`, `ticket_used`,
         `session_exists`, or what else does not fit. A ticket that is refused for its request is not used up."""
         if ticket_key is None:
             raise ShardlineError("ticket_invalid", "this Node does not know a Tracker yet")
@@ -43,6 +50,9 @@ class TicketGate:
         if shard is None:
             raise ShardlineError("engine_lost", "the Shard is not loaded")
         self._check_shard(ticket, shard)
+        if composite != (request.call is not None):
+            what = "passes requests on" if composite else "computes layers"
+            raise ShardlineError("invalid_value", f"this Node {what}: the opening is of the other kind", param="call")
         self._check_request(ticket, request, shard)
         for used in [used for used, until in self._used.items() if until < now]:
             del self._used[used]
@@ -78,7 +88,7 @@ class TicketGate:
         key = request.key
         if len(key) != _KEY_DIGITS or any(c not in "0123456789abcdef" for c in key):
             raise ShardlineError("invalid_value", "a session key is 32 hex digits", param="key")
-        if request.prompt_tokens < 1 or request.max_tokens < (request.embed is None):
+        if request.prompt_tokens < (request.call is None) or request.max_tokens < (request.embed is None):
             raise ShardlineError("invalid_value", "a session has a prompt and room for a token", param="max_tokens")
         if request.embed is not None and request.prefix is not None:
             why = "a session that embeds begins with no kept cache, and leaves none"

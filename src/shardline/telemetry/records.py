@@ -53,6 +53,10 @@ class Clock:
     ticks: Callable[[], float] = time.perf_counter
 
 
+def not_running(reason: str) -> None:
+    """Cancels what does not run: nothing."""
+
+
 class Record:
     """One Route Session. Written by its session, on the Gateway's loop; every change may become an event."""
 
@@ -72,8 +76,12 @@ class Record:
         self.prefill_done = 0
         self.cached = 0
         self.tokens = 0
+        self.passed_on = False
+        """Its tokens are an upstream's: unknown until `used` tells how many they were, and their times for good."""
+        self._used = False
+        self._cached_told: int | None = None
         self.failure: dict[str, Any] | None = None
-        self.cancel: Callable[[str], None] = lambda reason: None
+        self.cancel: Callable[[str], None] = not_running
         """Set by the session while it runs."""
         self.grown: Callable[[Record], None] = lambda record: None
         """Told after each event; set by who counts the bytes."""
@@ -166,6 +174,21 @@ class Record:
             self._recent.popleft()
         self._progress()
 
+    def text(self) -> None:
+        """Text has come from a composite Node: of how many tokens, nobody says."""
+        self._last_token = self._clock.ticks()
+        if self._first_token is None:
+            self._first_token = self._last_token
+            self._events.renew()
+            self.enter("decode")
+
+    def used(self, prompt: int, generated: int, cached: int | None) -> None:
+        """What the upstream of a composite Node says that its answer took."""
+        self.prompt_tokens = self.prefill_done = prompt
+        self.tokens = generated
+        self.cached, self._cached_told = cached or 0, cached
+        self._used = True
+
     def fail(self, error: ShardlineError) -> None:
         if self.phase not in ENDED:
             self.failure = error.body()
@@ -215,16 +238,23 @@ class Record:
                 position=self.queue_position, waited_ms=_finite(max(0.0, waited_until - self._started) * 1e3)
             ),
             route=self._route_view(),
-            prefill=PrefillView(
-                done=self.prefill_done,
-                total=self.prompt_tokens,
-                chunk=None if self.route is None else self.route.prefill_chunk,
-                cached=self.cached,
-                reuse=self._reuse,
+            prefill=self._prefill_view(),
+            decode=DecodeView(
+                tokens=None if self.passed_on and not self._used else self.tokens,
+                tokens_per_s=self.rate(),
+                ttft_ms=self.ttft_ms,
             ),
-            decode=DecodeView(tokens=self.tokens, tokens_per_s=self.rate(), ttft_ms=self.ttft_ms),
             seams=self._seam_views(),
             failure=self.failure,
+        )
+
+    def _prefill_view(self) -> PrefillView:
+        if self.passed_on and not self._used:
+            return PrefillView(done=None, total=None, cached=None)
+        chunk = None if self.route is None or self.passed_on else self.route.prefill_chunk
+        cached = self._cached_told if self.passed_on else self.cached
+        return PrefillView(
+            done=self.prefill_done, total=self.prompt_tokens, chunk=chunk, cached=cached, reuse=self._reuse
         )
 
     def _route_view(self) -> RouteView | None:

@@ -175,6 +175,8 @@ def _check_shard(shard: ShardInfo) -> None:
     _check_counts(counts)
     if shard.state == "ready" and (shard.prefill_chunk < 1 or shard.context_length < 1):
         raise refused("prefill_chunk and context_length of a ready Shard are at least 1")
+    if shard.composite and (shard.first, shard.last, shard.n_layers, shard.text_digest) != (0, 1, 1, None):
+        raise refused("a composite Shard is the whole model, told as one layer, and has no text bundle")
     if shard.times is not None:
         _check_times(shard.times)
 

@@ -276,4 +276,5 @@ def _model(key: GroupKey, group: Sequence[Candidate], links: Links) -> ModelInfo
         missing=[] if route is not None else list(missing_of(graph)),
         returning=route is None and is_returning(group, links),
         kv_capacity_tokens=0 if route is None else widest_kv(graph),
+        composite=shards[0].shard.composite,
     )

@@ -128,7 +128,7 @@ class NodeRecord:
             return self.reason
         if shard.state != "ready":
             return f"{shard.state}: {shard.reason}" if shard.reason else shard.state
-        if shard.first == 0 and shard.text_digest is None:
+        if shard.first == 0 and shard.text_digest is None and not shard.composite:
             return "it is a head without a text bundle"
         return None
 

@@ -38,7 +38,7 @@ class TicketOffice:
         """The route as the Gateway gets it, and one ticket a hop, valid until `unix_time` + `ttl_s`."""
         hops = choice.route.hops
         head = hops[0].shard
-        if head.text_digest is None:
+        if head.text_digest is None and not head.composite:
             raise ShardlineError("text_unavailable", f"head Node {hops[0].node} has no text bundle", node=hops[0].node)
         chunk = min(c.shard.prefill_chunk for c in hops)
         route = Route(
@@ -63,7 +63,7 @@ class TicketOffice:
             prefill_chunk=chunk,
             context_length=min(c.shard.context_length for c in hops),
             vocab_size=head.vocab_size,
-            text_digest=head.text_digest,
+            text_digest=head.text_digest or "",
             estimate_ms_per_token=choice.route.cost.estimate_ms,
         )
         peers = [TicketPeer(node=c.node, url=c.url) for c in hops]

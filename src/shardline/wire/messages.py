@@ -7,10 +7,11 @@ JSON Schema that is generated from here. Pure.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from shardline.wire.composite import UpstreamCall
 from shardline.wire.embedding import Embed as Embed
 from shardline.wire.embedding import Embedded as Embedded
 from shardline.wire.embedding import Pooling as Pooling
@@ -19,6 +20,17 @@ from shardline.wire.sampling import BIAS_FORCES as BIAS_FORCES
 from shardline.wire.sampling import GRAMMAR_BYTES as GRAMMAR_BYTES
 from shardline.wire.sampling import Grammar as Grammar
 from shardline.wire.sampling import Sampling as Sampling
+from shardline.wire.stream import Beat as Beat
+from shardline.wire.stream import Closed as Closed
+from shardline.wire.stream import Failed as Failed
+from shardline.wire.stream import Finished as Finished
+from shardline.wire.stream import HopTimes as HopTimes
+from shardline.wire.stream import Opened as Opened
+from shardline.wire.stream import Progress as Progress
+from shardline.wire.stream import SeamCount as SeamCount
+from shardline.wire.stream import StreamEvent as StreamEvent
+from shardline.wire.stream import Token as Token
+from shardline.wire.stream import TokenLogprob as TokenLogprob
 
 Phase = Literal["queued", "routing", "opening", "prefill", "decode", "completed", "failed", "cancelled"]
 ENDED: frozenset[str] = frozenset({"completed", "failed", "cancelled"})
@@ -93,6 +105,9 @@ class ShardInfo(msgspec.Struct, frozen=True, kw_only=True):
     text_digest: str | None = None
     times: StepTimes | None = None
     tensors_digest: str | None = None
+    composite: bool = False
+    """The whole model, known by name alone, behind another server: nobody says how many layers it has, so they are
+    told as one, [0, 1). No text bundle, no token ids: sessions pass requests on (`OpenSession.call`)."""
 
 
 class NodeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,6 +285,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     vocab_size: int
     text_digest: str
+    """Empty of a composite Node."""
     estimate_ms_per_token: float | None = None
 
 
@@ -338,6 +354,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Not whole, but Nodes that are being loaded, or started again, would make it so: it comes back by itself."""
     kv_capacity_tokens: int
     """KV capacity of the smallest Node of the best route; the longest session that can ever be admitted."""
+    composite: bool = False
+    """Served by composite Nodes: known by name alone, without layers and token ids."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,98 +378,10 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     layout_out: str
     prefix: Prefix | None = None
     """Null: nothing is reused, and nothing kept."""
-
+    call: UpstreamCall | None = None
+    """To a composite Node, instead of steps; `prompt_tokens` is then 0, as nobody knows it."""
     embed: Embed | None = None
     """Null: a text is wanted. Else the vector of the prompt, and `max_tokens` is 0; only the tail reads how."""
-
-
-# One JSON object a line on the open response of `POST /v1/sessions`.
-
-
-class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened", tag_field="event", omit_defaults=True):
-    node: str
-    kv_reserved: int
-    reusable_tokens: int | None = None
-    """The cache of this session begins with so many tokens of its prompt: whole blocks, less than the prompt. The first
-    step may begin there, or below it with the rollback flag. Null: the Node was not asked, or does not know of it."""
-    unused: str | None = None
-    """Why it cannot be more than 0: `off` (the operator said so), `engine` (it cannot go back exactly), `lost` (what
-    was kept was lost just then)."""
-    grammar: bool = False
-    """From a tail that was given a grammar: its answer will keep to it."""
-    pooling: Pooling | None = None
-    """From a tail that was asked to embed: how it will."""
-
-
-class HopTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the session's last step on this Node, in ms: waiting, engine, handing on. Null until there was one."""
-
-    queue_ms: float | None = None
-    compute_ms: float | None = None
-    send_ms: float | None = None
-
-
-class SeamCount(msgspec.Struct, frozen=True, kw_only=True):
-    """What this Node sent over the Seam behind it for one session and one lane; body bytes, shared ones by row."""
-
-    steps: int = 0
-    rows: int = 0
-    bytes: int = 0
-
-
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat", tag_field="event", omit_defaults=True):
-    position: int = 0
-    """End of what the engine has computed of this session, in tokens."""
-    times: HopTimes | None = None
-    prefill: SeamCount | None = None
-    decode: SeamCount | None = None
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
-    """From the tail, after each prefill chunk."""
-
-    position: int
-    times: HopTimes | None = None
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    id: int
-    logprob: float
-
-
-class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token", tag_field="event", omit_defaults=True):
-    id: int
-    index: int
-    """0 for the first generated token."""
-    logprob: float | None = None
-    top: list[TokenLogprob] | None = None
-    times: HopTimes | None = None
-
-
-class Text(msgspec.Struct, frozen=True, kw_only=True, tag="text", tag_field="event"):
-    """From a composite Node, instead of tokens (not built yet)."""
-
-    text: str
-
-
-class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="event"):
-    """From the tail: it has ended by itself. Reason `stop`: end-of-generation or stop id (not sent as text)."""
-
-    reason: Literal["stop", "length"]
-    generated: int
-
-
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):
-    """This Node gave the session up. `error` is an error object of the catalogue."""
-
-    error: dict[str, Any]
-
-
-class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed", tag_field="event"):
-    kv_released: int
-
-
-StreamEvent = Opened | Beat | Progress | Token | Embedded | Text | Finished | Failed | Closed
 
 
 class Beats(msgspec.Struct, frozen=True, kw_only=True):

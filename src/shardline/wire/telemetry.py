@@ -44,17 +44,20 @@ class RouteView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
-    done: int
-    total: int
+    """Of a composite Node all of it is null, until its upstream has told its usage."""
+
+    done: int | None
+    total: int | None
     chunk: int | None = None
-    cached: int = 0
+    cached: int | None = 0
     """Of `done`: tokens whose KV was there before (`usage.prompt_tokens_details.cached_tokens`)."""
     reuse: str | None = None
     """Why `cached` is 0, once the session is open; null before, and where it is not 0."""
 
 
 class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
-    tokens: int = 0
+    tokens: int | None = 0
+    """Null of a composite Node until its upstream has told its usage; its rate is null for good."""
     tokens_per_s: float | None = None
     """Over the last 2 s; null until two tokens came."""
     ttft_ms: float | None = None

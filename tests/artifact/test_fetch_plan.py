@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.artifact.fetch_plan import QUICK_S, RUN_BYTES, SLOW_S, FetchPlan, Row, Run
+from shardline.artifact.fetch_plan import PLACED_BYTES, QUICK_S, RUN_BYTES, SLOW_S, FetchPlan, Row, Run
 from shardline.artifact.sources import FAILURES_LIMIT, Rate, SourceAccount
 from shardline.errors import ShardlineError
 from shardline.wire.bitmap import Pieces
@@ -109,6 +109,11 @@ def test_runs_grow_and_shrink() -> None:
     for _ in range(10):
         FetchPlan.paced(one, QUICK_S / 2)
     assert one.run_bytes == RUN_BYTES[1]
+    many = account(Pieces.all(1))
+    many.placing = True
+    for _ in range(10):
+        FetchPlan.paced(many, QUICK_S / 2)
+    assert many.run_bytes == PLACED_BYTES
     for _ in range(30):
         FetchPlan.paced(one, SLOW_S * 2)
     assert one.run_bytes == 0

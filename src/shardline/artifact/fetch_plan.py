@@ -16,6 +16,8 @@ from shardline.wire.bitmap import Pieces
 
 RUN_BYTES = (1 << 20, 8 << 20)
 """What is asked for at a time, at first and at most; never less than a piece."""
+PLACED_BYTES = 32 << 20
+"""The most that is asked of many at once, who write it themselves: they need work ahead, and memory is theirs."""
 QUICK_S = 0.5
 """A run that took less is followed by a larger one …"""
 SLOW_S = 3.0
@@ -135,7 +137,8 @@ class FetchPlan:
     def paced(account: SourceAccount, took_s: float) -> None:
         """Ask for more or less next time, as the last run took so long."""
         if took_s < QUICK_S:
-            account.run_bytes = min(RUN_BYTES[1], max(RUN_BYTES[0], account.run_bytes * 2))
+            most = PLACED_BYTES if account.placing else RUN_BYTES[1]
+            account.run_bytes = min(most, max(RUN_BYTES[0], account.run_bytes * 2))
         elif took_s > SLOW_S:
             account.run_bytes //= 2
 

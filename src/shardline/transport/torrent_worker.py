@@ -55,8 +55,10 @@ from shardline.transport.torrent_settings import WILDCARDS, free_port, settings_
 from shardline.wire.bitmap import Pieces
 
 TICK_S = 0.5
-FLUSH_S = 0.1
-"""Pause between two flushes of one torrent."""
+FLUSH_S = 0.02
+"""Pause between two flushes of one torrent: a run ends with one, and nothing is asked in its place before."""
+SEEN_S = 0.1
+"""Least pause between two accounts of one torrent: of many pieces they cost milliseconds."""
 PLACING_BYTES = 8 << 20
 """Pieces that others brought, on their way through libtorrent at a time."""
 EXIT_ORPHAN = 71
@@ -98,6 +100,7 @@ class Torrent:
         """Wanted, passed its hash, not yet flushed."""
         self.flushing: set[int] | None = None
         self.flush_at = 0.0
+        self.seen_at = 0.0
         self.waiting: list[int] = []
         """Brought by others, not yet known to libtorrent."""
         self.placing: set[int] = set()
@@ -366,7 +369,9 @@ class Session:
     def _flushed(self, torrent: Torrent) -> None:
         # One flush that libtorrent began by itself may be taken for ours, a moment too early: it is read back anyway.
         if torrent.flushing is not None:
-            self._report(_seen(torrent))
+            if time.monotonic() >= torrent.seen_at:
+                # Before what it brought: whoever brought it is known by then.
+                self._see(torrent)
             for file, pieces in torrent.split(torrent.flushing).items():
                 self._report(Written(torrent.content_id, torrent.generation, file, pieces.to_bytes()))
             torrent.flushing = None
@@ -380,8 +385,12 @@ class Session:
             self._report(Alive())
             for torrent in self._torrents.values():
                 if torrent.ready:
-                    self._report(_seen(torrent))
+                    self._see(torrent)
             self._call()
+
+    def _see(self, torrent: Torrent) -> None:
+        torrent.seen_at = time.monotonic() + SEEN_S
+        self._report(_seen(torrent))
 
     @property
     def busy(self) -> bool:
@@ -403,25 +412,30 @@ def _seen(torrent: Torrent) -> Seen:
     status = torrent.handle.status(0)
     # Empty for who has all: it needs nothing.
     found = torrent.handle.piece_availability() if infos else []
-    available = torrent.split(piece for piece, count in enumerate(found) if count)
+    available = _available(torrent, found)
     return Seen(
         torrent.content_id,
         torrent.generation,
-        tuple(available.get(file, Pieces(count)).to_bytes() for file, count in enumerate(torrent.counts)),
+        tuple(pieces.to_bytes() for pieces in available),
         tuple(
-            PeerFigures(
-                info.ip[0],
-                info.ip[1],
-                _listens(info),
-                info.total_download,
-                info.payload_down_speed,
-            )
+            PeerFigures(*info.ip, _listens(info), info.total_download, info.payload_down_speed)
             for info in infos
             if not info.flags & (lt.peer_info.connecting | lt.peer_info.handshake)
         ),
         status.total_payload_download,
         status.total_payload_upload,
     )
+
+
+def _available(torrent: Torrent, found: list[int]) -> list[Pieces]:
+    """By file: the pieces that somebody has. `found`: how many have each; empty: nobody has any."""
+    if not found:
+        return [Pieces(count) for count in torrent.counts]
+    # As the digits of a number, the last piece first: of a hundred thousand pieces in milliseconds.
+    return [
+        Pieces(count, int(bytes(48 + (has > 0) for has in reversed(found[first : first + count])), 2))
+        for first, count in zip(torrent.firsts, torrent.counts, strict=True)
+    ]
 
 
 def detach(parent: int) -> None:

@@ -29,9 +29,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from shardline.cli import config
 from shardline.cli.main import cli
 from shardline.errors import CATALOGUE
+from shardline.gateway import openapi
 from shardline.gateway.metrics import GatewayMetrics
 from shardline.node.app import NodeMetrics
-from shardline.gateway import openapi
 from shardline.settings import Settings
 from shardline.tracker.metrics import TrackerMetrics
 from shardline.wire import artifacts, composite, joining, messages, sampling, stream, telemetry

@@ -120,8 +120,8 @@ class NodeApp:
         ticket = self._gate.admit(request, ticket_key=self._ticket_key(), shard=self._host.description, now=time.time())
         stream = self._host.open(ticket, request)
         log.info("session_opened", route=ticket.route, layers=[ticket.first, ticket.last], kv_tokens=ticket.kv_tokens)
-        key = bytes.fromhex(request.key)
         note(route=ticket.route, node=self._identity.node_id, layers=f"{ticket.first}:{ticket.last}")
+        key = bytes.fromhex(request.key)
         await hold_stream(stream, lambda: self._host.sessions.close(key), receive, send)
 
     async def _close(self, key: str, scope: Scope, send: Send) -> None:
@@ -166,7 +166,6 @@ class NodeApp:
         await send_body(send, 200, self._metrics.text(), b"text/plain; version=0.0.4")
 
 
-def check_party(scope: Scope, path: str, expelled: frozenset[str]) -> None:
 async def hold_stream(stream: SessionStream, close: Callable[[], object], receive: Receive, send: Send) -> None:
     """The open answer of `POST /v1/sessions`, as long as the session lives; a connection that breaks means what DELETE
     means: `close` is called then, and at the end."""
@@ -196,6 +195,7 @@ def session_key(text: str) -> bytes:
     return bytes.fromhex(text)
 
 
+def check_party(scope: Scope, path: str, expelled: frozenset[str]) -> None:
     """In a cluster with keys: who is out is out, and sessions are the Gateways'; Nodes send each other steps.
 
     Steps that take their own lane are not asked: they are worth what their session key is.

@@ -8,10 +8,10 @@ returns within `drain_s`. Shown by tests/cli/test_options.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from shardline.settings import Settings
 
@@ -100,6 +100,8 @@ class TrackerOptions:
     allow_unsigned: bool = False
     """Without keys: offer what nobody signed."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)
+    spans: Callable[[Any], None] | None = field(default=None, repr=False, compare=False)
+    """Takes spans (wire/spans.py) for export; None: none are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,8 @@ class GatewayOptions:
     finding_flags: tuple[str, ...] = ()
     """Global flags with which a command on this machine finds the same state folder."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)
+    spans: Callable[[Any], None] | None = field(default=None, repr=False, compare=False)
+    """Takes spans (wire/spans.py) for export; None: none are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,8 @@ class NodeOptions:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of this process; the engine's worker gets the few of them that engines need."""
     announce: Announce = field(default=unannounced, repr=False, compare=False)
+    spans: Callable[[Any], None] | None = field(default=None, repr=False, compare=False)
+    """Takes spans (wire/spans.py) for export; None: none are made."""
     log_lines: LogReader | None = field(default=None, repr=False, compare=False)
     """What Gateways may read of its log; None: nothing."""
 
@@ -206,6 +212,8 @@ class CompositeOptions:
     identity_path: Path | None = None
     insecure_plain_http: bool = False
     announce: Announce = field(default=unannounced, repr=False, compare=False)
+    spans: Callable[[Any], None] | None = field(default=None, repr=False, compare=False)
+    """Takes spans (wire/spans.py) for export; None: none are made."""
     log_lines: LogReader | None = field(default=None, repr=False, compare=False)
     """What Gateways may read of its log; None: nothing."""
 

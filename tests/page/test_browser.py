@@ -151,6 +151,10 @@ async def test_every_view_is_readable_and_named(browser: Any, cluster: Cluster, 
             await tab.open(view)
             if view == "cluster":
                 await tab.page.wait_for_selector(".layer-map")
+                await tab.page.locator(".log-head button").first.click()
+                await tab.page.wait_for_selector(".log-lines")
+            if view == "join":
+                await tab.page.wait_for_selector(".outlook .figure")
             if view == "sessions":
                 await tab.page.locator(".session-head button").first.click()
                 await tab.page.wait_for_selector(".details table")

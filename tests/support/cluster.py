@@ -325,9 +325,10 @@ async def scripted_cluster(
     inline: bool = True,
     node_arguments: Sequence[str] = (),
     gateway_arguments: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
 ) -> AsyncIterator[Cluster]:
     """A cluster on the scripted engine, with one Node for each range of `layers`, ready to be asked."""
-    cluster = Cluster(folder, settings or {})
+    cluster = Cluster(folder, settings or {}, environment)
     written = {**DEFAULT_SCRIPT, **(script or {})}
     path = folder / "script.json"
     path.write_text(json.dumps(written))

@@ -404,6 +404,7 @@ def run_role(
     from shardline.cli.client import for_a_person
     from shardline.cli.flags import flagged
     from shardline.cli.process import Announcer, run_until_signal
+    from shardline.cli.span_export import span_export
     from shardline.telemetry.log_tail import LogTail
     from shardline.telemetry.logs import configure_logs
 
@@ -416,7 +417,10 @@ def run_role(
         if isinstance(built, (NodeOptions, CompositeOptions, SeederOptions)):
             built = replace(built, log_lines=tail.since)
         tracker_url = None if isinstance(built, TrackerOptions) else built.tracker_url
-        run_until_signal(run(built), drain_s=configuration.settings.drain_s, lifeline=invocation.supervised)
+        with span_export(environment(), name) as spans:
+            if not isinstance(built, SeederOptions):
+                built = replace(built, spans=spans)
+            run_until_signal(run(built), drain_s=configuration.settings.drain_s, lifeline=invocation.supervised)
         announcer.ended()
     except ShardlineError as fault:
         # Whom a role asks before it serves is the Tracker.

@@ -171,11 +171,11 @@ function nodeCard(node) {
     h("p", { class: "dim" }, [machine(node.host), (node.url ?? "").replace(/^https?:\/\/([^/@]*@)?/, ""), `heard ${seconds(node.last_seen_s)} ago`, kv?.sessions ? counted(kv.sessions, "session") : ""].filter(Boolean).join(" · ")),
     h("p", {}, seeds ? "Seeder: computes nothing, gives pieces of models to Nodes." : shard ? [h("strong", {}, `layers ${layers([shard.first, shard.last])}`), ` of ${shard.n_layers}`] : "no layers yet"),
     shard && h("p", { class: "dim one-line", title: shard.model }, shard.model),
-    !seeds && h("p", { class: "dim" }, h("code", {}, engine?.engine_class), ` on ${engine?.device ?? "?"}, ${counted(engine?.threads ?? 0, "thread")}`, health?.restarts ? `, engine restarted ${counted(health.restarts, "time")}` : ""),
+    !seeds && h("p", { class: "dim" }, h("code", {}, engine?.engine_class), ` on ${engine?.device ?? "?"}, ${counted(engine?.threads ?? 0, "thread")}`, health?.restarts ? `, engine restarted ${counted(health.restarts, "time")}` : "", ` · version ${node.version}`),
     meter("Memory", node.memory_bytes, [["fill", node.rss_bytes, "this Node"]], `${bytes(node.rss_bytes)} of the machine's ${bytes(node.memory_bytes)}`),
     !seeds && kv && kvMeter(kv),
     shard?.times && h("p", { class: "dim" }, `${ms(shard.times.decode_ms)} a token, ${ms(shard.times.prefill_ms_per_row)} a token of a prompt`),
-    h("p", { class: "dim" }, `version ${node.version}`),
+    seeds && h("p", { class: "dim" }, `version ${node.version}`),
     logView(node.id),
   );
 }

@@ -37,6 +37,7 @@ from shardline.gateway.page import Page
 from shardline.gateway.replies import SESSION_HEADER, Reply, usage_of
 from shardline.gateway.responses_answers import ResponseWords
 from shardline.gateway.responses_requests import responses_request
+from shardline.gateway.spans import tell_spans
 from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback, parse_address
 from shardline.transport.bodies import ClientLeft, body_of, header, send_body, send_json
@@ -223,6 +224,7 @@ class GatewayApp:
             cost = usage_of(prepared, choices)
             if cost.completion_tokens:  # else no Node has done anything worth a line
                 self._clients.used(key, prompt_tokens=cost.prompt_tokens, completion_tokens=cost.completion_tokens)
+            tell_spans(prepared, choices, cost, lambda session: self._records.get(session, key.name))
 
     async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._principal(scope)

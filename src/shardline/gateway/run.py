@@ -38,6 +38,7 @@ from shardline.transport.http_client import HttpClient
 from shardline.transport.http_server import Drain, HttpServer, bind, check_listener, check_tracker, warn_of_plain_http
 from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership, OwnMembership
+from shardline.transport.spans import traced
 from shardline.transport.tls import public_tls
 from shardline.transport.tracker_client import TrackerClient
 
@@ -116,8 +117,9 @@ async def _run(
                 metrics=lambda: metrics.text(generations.running, generations.waiting),
                 live=live,
             )
+            whole = traced(app.asgi(), options.spans)
             server = HttpServer(
-                app.asgi(), sock=sock, settings=settings, drain=_drain(generations, live), lifespan="off", tls=public
+                whole, sock=sock, settings=settings, drain=_drain(generations, live), lifespan="off", tls=public
             )
             running = tasks.create_task(generations.run())
             keeping = tasks.create_task(clients.run())

@@ -32,6 +32,7 @@ from shardline.transport.boundary import ControlGate, ErrorBoundary, check_proto
 from shardline.transport.carrier import EMPTY_ACK
 from shardline.transport.direct import Headers
 from shardline.transport.guard import PARTIES
+from shardline.transport.spans import note
 from shardline.transport.tls import may_route
 from shardline.wire.messages import Beats, NodeInfo, OpenSession, StepAck, TokenizeAnswer, TokenizeRequest
 from shardline.wire.steps import decode

@@ -34,6 +34,7 @@ from shardline.transport.http_client import HttpClient
 from shardline.transport.http_server import HttpServer, bind, check_listener, check_tracker, warn_of_plain_http
 from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership
+from shardline.transport.spans import traced
 from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.messages import EngineHealth, KvInfo, NodeInfo, NodeLimits, ShardInfo
 from shardline.wire.steps import TOKENS_ONLY
@@ -137,7 +138,7 @@ async def _serve(
         log_lines=options.log_lines,
     )
     tls = None if membership is None else membership.tls.server()
-    server = HttpServer(app, sock=sock, settings=settings, lifespan="off", tls=tls)
+    server = HttpServer(traced(app, options.spans), sock=sock, settings=settings, lifespan="off", tls=tls)
     await server.start()
     options.announce("listening", url=identity.url, node=identity.node_id, model=options.model)
     known = tasks.create_task(presence.run())

@@ -47,6 +47,7 @@ from shardline.transport.http_client import HttpClient
 from shardline.transport.http_server import HttpServer, bind, check_listener, check_tracker, warn_of_plain_http
 from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership
+from shardline.transport.spans import traced
 from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.messages import NodeInfo, PlacementRequest
 from shardline.wire.tickets import node_id_of, public_bytes
@@ -276,9 +277,8 @@ class _Node:
         host.on_change = lambda: self._state_changed(host, presence)
         self._engine.on_progress = self._loading
         tls = None if self._membership is None else self._membership.tls.server()
-        server = HttpServer(
-            node_app(app, options.credential), sock=sock, settings=settings, lifespan="off", direct=app.steps, tls=tls
-        )
+        whole = traced(node_app(app, options.credential), options.spans)
+        server = HttpServer(whole, sock=sock, settings=settings, lifespan="off", direct=app.steps, tls=tls)
         await server.start()
         options.announce("listening", url=identity.url, node=identity.node_id, model=self._facts.name)
         known = tasks.create_task(presence.run())

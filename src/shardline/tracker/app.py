@@ -30,6 +30,7 @@ from shardline.transport.authority import OPERATOR
 from shardline.transport.bodies import read_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary
 from shardline.transport.guard import PARTIES
+from shardline.transport.spans import note
 from shardline.transport.tls import is_party, may_route
 from shardline.wire.joining import Expulsion, JoinRequest, Part
 from shardline.wire.messages import Outcome, PlacementRequest, RouteRequest, Signed
@@ -226,7 +227,9 @@ class _Endpoints:
 
         async def work() -> Any:
             answer = self._state.route(asked)
-            log.info("route_given", route=answer.route.id, nodes=[hop.node for hop in answer.route.hops])
+            nodes = [hop.node for hop in answer.route.hops]
+            log.info("route_given", route=answer.route.id, nodes=nodes)
+            note(route=answer.route.id, nodes=nodes, model=asked.model)
             return answer
 
         return _json(await _counted(self._state.metrics.routes, work()))

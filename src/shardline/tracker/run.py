@@ -23,6 +23,7 @@ from shardline.transport.credentials import identity_key
 from shardline.transport.http_client import HttpClient
 from shardline.transport.http_server import HttpServer, bind, check_listener, warn_of_plain_http
 from shardline.transport.membership import OwnMembership
+from shardline.transport.spans import traced
 
 
 async def run(options: TrackerOptions) -> None:
@@ -55,7 +56,7 @@ async def run(options: TrackerOptions) -> None:
         ask=ask_with(asking, settings),
     )
     server = HttpServer(
-        create_app(state, options.credential, enrolment),
+        traced(create_app(state, options.credential, enrolment), options.spans),
         sock=sock,
         settings=settings,
         tls=None if tls is None else tls.server(strangers=True),

@@ -1,8 +1,9 @@
 """Which request a task works for: its id, and the W3C trace context that its client sent.
 
 Owns what of these fields is believed, that they stand in every log line of the task and of those that it starts, and
-that requests to other parts of the cluster carry them on. Steps carry none: their session does. It makes no spans: the
-trace context is passed on as it came. Shown by tests/transport/test_tracing.py and tests/cluster/test_request_ids.py.
+that requests to other parts of the cluster carry them on. Steps carry none: their session does. It makes no spans
+(spans.py): the trace context is passed on as it came. Shown by tests/transport/test_tracing.py and
+tests/cluster/test_request_ids.py.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ export LLAMA_INDEX ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs site proofs faults soak clients fuzz clean python
+.PHONY: help demo test check bench docs site proofs faults soak clients fuzz upstream upstream-check clean python
 
 help: ## This list
 	@echo "Shardline: one open model served over several machines."
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) NODES=$(NODES) QUESTION='…' ONCE=1 TORCH_INDEX=URL LLAMA_INDEX=URL MINUTES=$(MINUTES) SECONDS=$(SECONDS) ARGS='-k pattern'"
 
@@ -70,6 +70,15 @@ fuzz: python ## Bytes of strangers into every reader, led by coverage, SECONDS=6
 	@$(PYTHON) scripts/prepare.py test
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group fuzz
 	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+
+upstream: python ## The patch for llama.cpp: source fetched, patched, built, held against itself, measured (half an hour; ARGS='--save')
+	@$(PYTHON) scripts/prepare.py test
+	@nice -n 10 $(BIN)/python -m upstream $(ARGS)
+
+upstream-check: python ## What another llama-cpp-python changes: make upstream-check VERSION=0.3.37 (it may be compiled first)
+	@test -n "$(VERSION)" || { echo "make: which version? What to do: make upstream-check VERSION=0.3.37" >&2; exit 1; }
+	@$(PYTHON) scripts/prepare.py test
+	@nice -n 10 $(BIN)/python -m upstream.check $(VERSION) $(ARGS)
 
 docs: python ## Generate the reference pages anew (settings, errors, commands, protocol example)
 	@$(PYTHON) scripts/prepare.py bench

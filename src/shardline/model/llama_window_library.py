@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping
 from ctypes import c_bool, c_int32, c_void_p
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shardline.errors import ShardlineError
 from shardline.model.llama_library import (
     FunctionTypes,
     LlamaLibrary,
@@ -58,29 +58,31 @@ class WindowStructs:
         return getattr(self._package, name)
 
 
-def built_library(cache_folder: Path | None = None) -> Path:
+def built_library() -> Path:
     """Where `make upstream` leaves the library for the installed version; it may not be there."""
-    from importlib.metadata import version
-
-    folder = cache_folder or Path("~/.cache").expanduser() / "shardline" / "upstream"
-    return folder / version("llama-cpp-python") / BUILT
+    folder = Path("~/.cache").expanduser() / "shardline" / "upstream"
+    try:
+        return folder / metadata.version("llama-cpp-python") / BUILT
+    except metadata.PackageNotFoundError:
+        raise unavailable("the llama-window engine needs llama-cpp-python too: it is not installed") from None
 
 
 def window_library(path: str = "") -> LlamaLibrary:
     """The library at `path`, or that of `make upstream`. `engine_unavailable` where it is not built, not patched, or of
     another version than the installed llama-cpp-python, whose structs it is read with."""
-    package = verified_package()
     main = Path(path) if path else built_library()
     if not main.is_file():
-        raise ShardlineError("engine_unavailable", "the patched library of llama.cpp is not built", advice=ADVICE)
-    return _opened(main.resolve(), str(package.__version__))
+        raise unavailable("the patched library of llama.cpp is not built", ADVICE)
+    return _opened(main.resolve())
 
 
 @cache
-def _opened(main: Path, version: str) -> LlamaLibrary:
-    package = verified_package()
+def _opened(main: Path) -> LlamaLibrary:
+    # Before llama_cpp brings its own: a library takes the ggml that is loaded already, if its name is the same.
     libraries = open_libraries(main)
     if not hasattr(libraries[0], "llama_model_can_split_at"):
         raise unavailable("the library that was named is llama.cpp without the patch", ADVICE)
+    package = verified_package()
     structs = WindowStructs(package.llama_cpp, libraries)
+    version = str(package.__version__)
     return checked(libraries, structs, version, functions=_FUNCTIONS, model_defaults=_DEFAULTS)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.environments import NODE, NotInstalled, environment, version_of
-from tests.clients.route import EDITED, GREETING, Route
+from tests.clients.route import EDITED, GREETING, RESULT, Route
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -70,8 +70,9 @@ class Reports:
         home = self.folder / client
         home.mkdir()
         program = PROGRAMS / (client.replace("-", "_") + ("_checks.mjs" if client == NODE else "_checks.py"))
+        arguments = (self.route.url, self.route.model, GREETING, RESULT)
         done = subprocess.run(
-            ["node" if client == NODE else str(installed.python), str(program), self.route.url, self.route.model],
+            ["node" if client == NODE else str(installed.python), str(program), *arguments],
             cwd=home,
             env=installed.variables(home, self.route.url),
             capture_output=True,

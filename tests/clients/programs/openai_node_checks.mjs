@@ -4,9 +4,7 @@ import { createRequire } from "node:module";
 
 // From the environment's folder, not from where this file lies.
 const OpenAI = createRequire(process.env.NODE_PATH + "/")("openai").default;
-const [URL, MODEL] = process.argv.slice(2);
-const GREETING = "Grüße 😀 from two Nodes.";
-const RESULT = "It is 21 degrees in Oslo.";
+const [URL, MODEL, GREETING, RESULT] = process.argv.slice(2);
 const HI = [{ role: "user", content: "Hi" }];
 const ASKED = [{ role: "user", content: "How is the weather in Oslo?" }];
 const SCHEMA = {

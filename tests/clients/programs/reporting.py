@@ -1,7 +1,8 @@
 """How a program of this folder says what worked: one JSON line a check, `{"check": …, "error": null or words}`.
 
-A program runs in its client's environment, with the Gateway's address and the model as arguments, and is read by
-test_installed_clients.py. Nothing of Shardline can be imported here.
+A program runs in its client's environment, and is read by test_installed_clients.py. Its arguments are the Gateway's
+address, the model, what that says to a greeting, and what it says to the result of a tool; nothing of Shardline can be
+imported here.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-URL, MODEL = [*sys.argv, "", ""][1:3]
-GREETING = "Grüße 😀 from two Nodes."
-RESULT = "It is 21 degrees in Oslo."
+URL, MODEL, GREETING, RESULT = sys.argv[1:]
 WEATHER = "How is the weather in Oslo?"
 AS_JSON = "Oslo as JSON"
 

@@ -45,7 +45,7 @@ def test_every_row_is_measured() -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("words", ["starting a route of 2 Nodes", "round 0"])
+@pytest.mark.parametrize("words", ["starting a route of 2 Nodes", pytest.param("round 0", marks=pytest.mark.long)])
 def test_ctrl_c_ends_it_without_a_report(words: str) -> None:
     """While the routes start, and while they are measured: a report of no rounds would pass for one."""
     flags = ["--nodes", "1,2", "--streams", "1", "--rounds", "50", "--prefill", "0"]

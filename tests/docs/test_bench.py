@@ -68,6 +68,7 @@ def small_demo() -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.skipif(not small_demo(), reason="the model of the demo is not installed")

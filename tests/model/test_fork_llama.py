@@ -18,7 +18,14 @@ RNG = np.random.default_rng(12)
 PREFIX, REST, OTHER = ([int(t) for t in RNG.integers(3, 49152, n)] for n in (64, 23, 40))
 
 
-@pytest.fixture(scope="module", params=[(), (15,), (10, 20)], ids=["1", "2", "3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((), marks=pytest.mark.long, id="1"),
+        pytest.param((15,), id="2"),
+        pytest.param((10, 20), marks=pytest.mark.long, id="3"),
+    ],
+)
 def route(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Route]:
     """512 cells: what is forked and not shared does not fit."""
     made = Route(tmp_path_factory.mktemp("shards"), request.param, kv_tokens=512, sessions=4)

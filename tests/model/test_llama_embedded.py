@@ -65,7 +65,14 @@ def unsplit():
     model.close()
 
 
-@pytest.mark.parametrize("cuts", [(), (15,), (10, 20)], ids=["1 part", "2 parts", "3 parts"])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param((), marks=pytest.mark.long, id="1 part"),
+        pytest.param((15,), marks=pytest.mark.long, id="2 parts"),
+        pytest.param((10, 20), id="3 parts"),
+    ],
+)
 def test_vectors_are_those_of_the_unsplit_model(folder, unsplit, cuts):
     route = Route(folder, cuts)
     try:

@@ -63,7 +63,13 @@ def workloads():
 
 
 @pytest.mark.parametrize(
-    "cuts", [(), (15,), (10, 20), tuple(range(1, LAYERS))], ids=["1 part", "2 parts", "3 parts", "30 parts"]
+    "cuts",
+    [
+        pytest.param((), marks=pytest.mark.long, id="1 part"),
+        pytest.param((15,), marks=pytest.mark.long, id="2 parts"),
+        pytest.param((10, 20), id="3 parts"),
+        pytest.param(tuple(range(1, LAYERS)), id="30 parts"),
+    ],
 )
 def test_logits_are_those_of_the_unsplit_model(folder, workloads, cuts):
     route = Route(folder, cuts)

@@ -67,6 +67,7 @@ def test_rows_at_every_boundary_agree(decoded, tmp_path):
         shard.unload()
 
 
+@pytest.mark.long
 def test_greedy_text_is_the_same_over_64_steps(decoded, tmp_path):
     torch.set_num_threads(1)
     ours = load_llama(spec(tmp_path, 0, LAYERS, source=decoded, kv_type="f32"))

@@ -55,6 +55,7 @@ def split():
     return Route(FILE, (10, 20), layers=LAYERS)
 
 
+@pytest.mark.long
 def test_weights_and_configuration_are_those_of_transformers(reference, whole):
     (shard,) = whole.shards
     ours = dict(shard._shard._model.state_dict())

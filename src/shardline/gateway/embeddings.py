@@ -2,7 +2,7 @@
 
 Owns the order (everything that can be refused is, before a Node does more than tokenise), how many run at a time, and
 the end: one that fails ends all. What a vector looks like is embeddings_request.py's. Shown by
-tests/gateway/test_embeddings.py and tests/cases/test_embeddings_over_nodes.py.
+tests/cases/test_embeddings_over_nodes.py.
 """
 
 from __future__ import annotations

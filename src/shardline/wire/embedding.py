@@ -1,7 +1,7 @@
 """What a session is opened with that wants a vector of its prompt instead of a text, and the event that brings it.
 
 Owns these values; how rows become a vector is model/pooling.py's, what a client gets of it is the Gateway's. Pure.
-Shown by tests/wire/test_messages.py and tests/gateway/test_embedded.py.
+Shown by tests/wire/test_embedding.py.
 """
 
 from __future__ import annotations

@@ -77,6 +77,7 @@ async def test_a_node_is_no_gateway(tmp_path: Path) -> None:
                 ("POST", "/v1/beats"),
                 ("POST", "/v1/tokenize"),
                 ("GET", "/v1/text/x"),
+                ("GET", "/v1/log"),
             ):
                 assert (await client.request(method, node + path, timeout_s=5, limit="x")).status == 403
             assert (await client.request("GET", f"{node}/healthz", timeout_s=5, limit="x")).status == 200

@@ -70,8 +70,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     telemetry_comment_s: float = 0.5
     """Least pause between two telemetry comments in a stream."""
     cors_origins: str = ""
-    """Origins of web pages that may use the API from a browser, separated by commas, as http://localhost:3000; `*`: all,
-    only where keys are asked for. Empty: none."""
+    """Origins of web pages that may use the API from a browser, as http://localhost:3000, separated by commas.
+    `*`: all, only where keys are asked for. Empty: none."""
     # Bodies and queues.
     api_body_bytes: int = 16 << 20
     """Largest request to the OpenAI API."""

@@ -22,7 +22,6 @@ import structlog
 from shardline.errors import CATALOGUE, ShardlineError, from_body
 from shardline.gateway.agreed import check_agreed, check_embedded
 from shardline.gateway.line import Line
-from shardline.gateway.agreed import check_agreed, check_embedded
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.reuse import Start, check_opened, start_of
 from shardline.gateway.verdicts import of_node
@@ -39,7 +38,6 @@ from shardline.wire.messages import (
     Embedded,
     Failed,
     Finished,
-    Hop,
     Opened,
     OpenSession,
     Outcome,

@@ -62,6 +62,9 @@ async def pictures(cluster: Cluster, browser: Any, folder: Path) -> None:
         await tab.open("cluster")
         await tab.page.wait_for_selector(".why table")
         await take(tab, folder / "cluster.png")
+        await tab.open("join")
+        await tab.page.wait_for_selector(".outlook .figure")
+        await take(tab, folder / "join.png")
     async with visit(browser, url, scheme="light", width=375, device_scale_factor=2) as tab:
         await tab.open()
         await tab.ask(QUESTION)
@@ -80,12 +83,17 @@ async def pictures(cluster: Cluster, browser: Any, folder: Path) -> None:
         await tab.page.wait_for_selector(".hop.lost")
         await tab.page.wait_for_timeout(700)  # colours change slowly
         await take(tab, folder / "node-lost.png")
+        await tab.page.click("#tabs a[href='#/cluster']")
+        log = tab.page.locator(".card.bad .log-head button").first
+        await log.click()
+        await tab.page.locator(".card.bad").screenshot(path=folder / "log.png")
+        print(folder / "log.png")
 
 
 async def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as state:
         layers = ("0:10", "10:20", "20:30", "10:20")
-        settings = {"prefill_chunk_max": 64}
+        settings = {"prefill_chunk_max": 64, "tracker_expiry_s": 2}
         async with (
             scripted_cluster(Path(state), layers=layers, script=SCRIPT, settings=settings) as cluster,
             chromium() as browser,

@@ -46,7 +46,7 @@ def test_generated_pages_are_what_the_code_says() -> None:
 @pytest.mark.parametrize("name", ["operations.md", "protocol.md"])
 def test_codes_in_pages_are_in_the_catalogue(name: str) -> None:
     codes = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", page(name)))
-    fields = {"client_stall", "kv_released", "kv_reserved", "max_tokens", "prefill_chunk"}
+    fields = {"client_stall", "kv_released", "kv_reserved", "max_tokens", "prefill_chunk", "prompt_tokens"}
     fields |= {"route_given", "session_ended", "session_opened", "trace_id"}  # events and keys of log lines
     from shardline.settings import Settings
 

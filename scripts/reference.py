@@ -1,6 +1,7 @@
 """Writes the generated pages of docs/ from the code; `--check` fails where a page is not what the code says.
 
-Settings, errors, commands, metrics, the JSON Schema of all messages; and, between `<!-- generated: NAME -->` and
+Settings, errors, commands, metrics, the JSON Schema of all messages, the OpenAPI document of the Gateway and what it
+does with the fields of other people's clients (scripts/conformance.py); and, between `<!-- generated: NAME -->` and
 `<!-- end -->` of pages that are written by hand for the rest, the byte layout example of docs/protocol.md, the file
 table of docs/architecture.md and the computed tables of docs/audits (scripts/audits.py).
 """
@@ -22,6 +23,7 @@ from typing import NoReturn
 
 import audits
 import click
+import conformance
 import msgspec
 from prometheus_client import Counter, Histogram
 from prometheus_client.metrics import MetricWrapperBase
@@ -251,6 +253,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/metrics.md": metrics_page,
     "reference/commands.md": commands_page,
     "reference/messages.schema.json": schema_page,
+    "reference/openapi.json": lambda: json.dumps(openapi.openapi(), indent=1, ensure_ascii=False) + "\n",
+    "reference/conformance.md": lambda: conformance.page(NOTE),
     "architecture.md": lambda: with_section(DOCS / "architecture.md", "files", files()),
     "protocol.md": lambda: with_section(DOCS / "protocol.md", "example", example()),
     **{name: partial(audit_page, name) for name in audits.PAGES},

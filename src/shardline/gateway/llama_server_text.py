@@ -7,7 +7,7 @@ model's head Node, texts from its bundle: this file has no tokenizer. Shown by t
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from shardline.gateway.generate_api import Generations
 from shardline.gateway.json_body import decode_body, refuse, unsupported
 from shardline.gateway.openai_answers import Json
 from shardline.gateway.openai_requests import window_of
+from shardline.gateway.request_fields import neutral
 from shardline.settings import Settings
 from shardline.wire.messages import ModelInfo
 
@@ -28,7 +29,7 @@ T = TypeVar("T")
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     content: str
     add_special: bool | None = None
-    parse_special: bool | None = None
+    parse_special: Annotated[bool | None, neutral(True, None)] = None
     with_pieces: bool | None = None
     model: str | None = None
 

@@ -29,6 +29,7 @@ from shardline.gateway.request_fields import (
     check_nothing_asked,
     check_ranges,
     matching,
+    neutral,
     number_text,
     one_of,
     only,
@@ -67,7 +68,7 @@ _REPEAT_PENALTY = within(0.01, 100)
 _STOP = shown(minLength=1, maxLength=STOP_CHARACTERS)
 _OBJECT = shown(type=["object", "null"])
 _FREE_NAME = shown(**{"not": {"enum": sorted(TEMPLATE_VARIABLES)}})
-_ONLY_FALSE = one_of((False,), optional=True)
+_ONLY_FALSE = neutral(False, None)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -110,7 +111,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: Annotated[str | None, NO_EFFECT] = None
     metadata: Annotated[msgspec.Raw, NO_EFFECT, _OBJECT] = NOT_SENT
     store: Annotated[bool | None, _ONLY_FALSE] = None
-    service_tier: Annotated[str | None, one_of(TIERS, optional=True)] = None
+    service_tier: Annotated[str | None, neutral(*TIERS, None)] = None
     safety_identifier: Annotated[str | None, NO_EFFECT] = None
     prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
 
@@ -122,7 +123,7 @@ class ChatBody(_Body):
     max_completion_tokens: Annotated[int | None, TOKENS] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, within(0, CHAT_LOGPROBS)] = None
-    modalities: Annotated[list[str] | None, one_of((["text"],), optional=True)] = None
+    modalities: Annotated[list[str] | None, neutral(["text"], None)] = None
     tools: Annotated[list[Tool] | None, shown(maxItems=FUNCTIONS)] = None
     tool_choice: Annotated[str, one_of(TOOL_CHOICES)] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -148,7 +149,7 @@ class TextBody(_Body):
     logprobs: Annotated[int | None, within(0, TEXT_LOGPROBS)] = None
     echo: bool | None = None
     suffix: str | None = None
-    best_of: Annotated[int | None, one_of((1,), optional=True)] = None
+    best_of: Annotated[int | None, neutral(1, None)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,11 @@ from shardline.gateway.openapi_operations import OPERATIONS, REF, REQUESTS, Json
 from shardline.gateway.request_fields import marks
 from shardline.wire.telemetry import TelemetryEvent
 
+EFFECT = "x-shardline-effect"
+"""Extension of OpenAPI at fields of requests: absent where they do what they say."""
+NO_EFFECT, NEUTRAL = "none", "neutral only"
+"""Whatever it holds changes nothing; it may only hold what asks for nothing."""
+
 
 @cache
 def document() -> bytes:
@@ -188,15 +193,18 @@ def _structs(kind: type[msgspec.Struct]) -> set[type[msgspec.Struct]]:
 
 
 def _describe(schema: Json, struct: type[msgspec.Struct], *, told: bool) -> None:
-    """Words for its fields: what a mark means, then what the field does."""
+    """Words for its fields, and what a mark means for them."""
     for name, mark in marks(struct).items():
+        shape = schema["properties"][name]
         said = words.FIELDS.get(name, "") if told else ""
-        if "only" in mark:
-            said = "Not supported: may only be what asks for nothing."
+        if "only" in mark or mark.get("neutral"):
+            shape[EFFECT] = NEUTRAL
+            said = said or "Not supported: may only be what asks for nothing."
         elif mark.get("no_effect"):
+            shape[EFFECT] = NO_EFFECT
             said = "Accepted; it changes nothing."
         if said:
-            schema["properties"][name]["description"] = said
+            shape["description"] = said
 
 
 def _tidy(node: Any, names: Mapping[str, str]) -> Any:

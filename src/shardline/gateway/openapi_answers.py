@@ -444,7 +444,7 @@ class ModelEntry(Shape, kw_only=True):
     missing: Annotated[list[tuple[int, int]], Meta(description="Layer ranges [first, last) that no Node has.")]
     content_id: Annotated[str, Meta(description="Digest of the model's files.")]
     engine_class: str
-    composite: Annotated[bool, Meta(description="Served whole by another server behind one Node.")] | UnsetType = UNSET
+    composite: Annotated[bool, Meta(description="Served whole by another server behind one Node.")]
     n_layers: int | None
     context_length: int
     vocab_size: int | None
@@ -457,7 +457,7 @@ class Models(Shape, kw_only=True):
     data: list[ModelEntry]
 
 
-class SessionRecord(TelemetryEvent, kw_only=True):
+class SessionRecord(TelemetryEvent, frozen=True, kw_only=True):
     """The account of a Route Session, and when it was."""
 
     created: Annotated[float, Meta(description="Unix seconds.")]

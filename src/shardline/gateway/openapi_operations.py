@@ -99,7 +99,6 @@ def _path_parameter(name: str, says: str, pattern: str | None = None) -> Json:
 
 
 _SESSION = _path_parameter("id", "Of the Route Session: Shardline-Route-Session of the answer.", SESSION_ID)
-_OPEN = {"about": "health", "keyed": False}
 _GENERATES = words.BODY | words.MODEL | words.ROUTE | words.SAMPLED
 _CHATS = _GENERATES | words.TEMPLATE
 _FOUND = frozenset({"session_not_found"})
@@ -305,7 +304,8 @@ OPERATIONS: tuple[Operation, ...] = (
         says="200 when a model has a whole route, as llama-server says it.",
         answer=answers.Health,
         faults=frozenset({"model_unavailable", "tracker_unreachable"}),
-        **_OPEN,
+        about="health",
+        keyed=False,
     ),
     Operation(
         name="getReady",
@@ -314,7 +314,8 @@ OPERATIONS: tuple[Operation, ...] = (
         says="200 with the models that have a whole route; else the missing layers.",
         answer=answers.Ready,
         faults=frozenset({"model_unavailable", "tracker_unreachable"}),
-        **_OPEN,
+        about="health",
+        keyed=False,
     ),
     Operation(
         name="getLiveness",
@@ -322,10 +323,17 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/healthz",
         says="200 while the process lives.",
         answer=answers.Live,
-        **_OPEN,
+        about="health",
+        keyed=False,
     ),
     Operation(
-        name="getMetrics", method="get", path="/metrics", says="Prometheus text.", texts=("text/plain",), **_OPEN
+        name="getMetrics",
+        method="get",
+        path="/metrics",
+        says="Prometheus text.",
+        texts=("text/plain",),
+        about="health",
+        keyed=False,
     ),
     Operation(
         name="getOpenApi",

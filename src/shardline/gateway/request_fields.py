@@ -83,6 +83,11 @@ def only(*values: str) -> Meta:
     return Meta(extra={"only": values}, extra_json_schema={"enum": [None, *map(msgspec.json.decode, values)]})
 
 
+def neutral(*values: Any) -> Meta:
+    """One of `values`, null among them, all of which ask for nothing; the reader refuses all others."""
+    return Meta(extra={"neutral": True}, extra_json_schema={"enum": list(values)})
+
+
 NO_EFFECT = Meta(extra={"no_effect": True})
 """Taken, because clients send it on their own; no answer is another one for it."""
 
@@ -111,8 +116,7 @@ def check_ranges(sent: msgspec.Struct) -> None:
     """Raises `invalid_value` for a number outside its range."""
     for name, mark in marks(type(sent)).items():
         allowed = mark.get("range")
-        value = getattr(sent, name) if allowed else None
-        if value is not None:
+        if isinstance(allowed, Range) and (value := getattr(sent, name)) is not None:
             allowed.check(name, value)
 
 

@@ -22,6 +22,7 @@ from shardline.gateway.request_fields import (
     TOP_P,
     check_nothing_asked,
     matching,
+    neutral,
     one_of,
     only,
     shown,
@@ -44,7 +45,7 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 VERBOSITY = "medium"
 _TEXTS = ("input_text", "output_text", "text")
 _THOUGHTS = ("reasoning_text",)
-_FALSY = one_of((None, ""))
+_NONE = neutral(None, "")
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,7 +78,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     status: Annotated[str | None, NO_EFFECT] = None
     phase: Annotated[str | None, NO_EFFECT] = None
     summary: Annotated[msgspec.Raw, NO_EFFECT] = NOT_SENT
-    encrypted_content: Annotated[str | None, _FALSY] = None
+    encrypted_content: Annotated[str | None, _NONE] = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -109,17 +110,17 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: Annotated[str | None, one_of((VERBOSITY,), optional=True)] = None
+    verbosity: Annotated[str | None, neutral(VERBOSITY, None)] = None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
-    summary: Annotated[str | None, _FALSY] = None
-    generate_summary: Annotated[str | None, _FALSY] = None
+    summary: Annotated[str | None, _NONE] = None
+    generate_summary: Annotated[str | None, _NONE] = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_obfuscation: Annotated[bool | None, one_of((False,), optional=True)] = None
+    include_obfuscation: Annotated[bool | None, neutral(False, None)] = None
 
 
 class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -135,7 +136,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    store: Annotated[bool | None, one_of((False,), optional=True)] = None
+    store: Annotated[bool | None, neutral(False, None)] = None
     tools: Annotated[list[FunctionTool] | None, shown(maxItems=FUNCTIONS)] = None
     tool_choice: Annotated[str, one_of(TOOL_CHOICES)] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -200,7 +201,7 @@ def responses_request(body: bytes) -> tuple[Json, ResponsesAsked]:
         text_format=_format(sent.text),
         effort=None if sent.reasoning is None else sent.reasoning.effort,
         user=sent.user,
-        tools=sent.tools or [],
+        tools=[{**msgspec.structs.asdict(tool), "parameters": _raw(tool.parameters)} for tool in sent.tools or []],
         tool_choice=sent.tool_choice or "auto",
         parallel_tool_calls=sent.parallel_tool_calls is not False,
     )

@@ -29,6 +29,7 @@ from shardline.transport.torrent_process import missing
 from shardline.wire.artifacts import Source
 from shardline.wire.bitmap import Pieces
 from tests.support.certificates import authority, party
+from tests.support.rogue_peer import Way, rogue_peer
 from tests.support.small_disk import mounted
 from tests.support.stores import ANYBODY, FileSource, content_of, described, layered_model, size_of, store_at
 from tests.support.swarms import Member, Named, member, until
@@ -223,6 +224,29 @@ async def test_who_lies_is_banned_and_named_and_the_fetch_completes(
         assert states["n-liar (BitTorrent)"] == ("banned", "it gave a piece that is not what the artifact says")
         assert states["n-good (BitTorrent)"] == ("active", None)
         assert is_the_model(victim, model)
+
+
+@pytest.mark.parametrize(
+    "way", ["silent", "garbage", *(pytest.param(way, marks=pytest.mark.long) for way in ("slow", "rude"))]
+)
+async def test_a_peer_that_means_harm_costs_some_seconds(
+    model: Path, bundle: Bundle, tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that it has everything. What was asked of it is asked of somebody else in the end."""
+    monkeypatch.setattr("shardline.artifact.sources._BACKOFF_S", (0.01, 0.01))
+    monkeypatch.setattr(swarm_torrent, "STALL_S", 0.5)
+    monkeypatch.setattr(swarm_torrent, "_PATIENCE_S", 1.5)
+    monkeypatch.setattr(swarm_torrent, "SLOWEST_BYTES_PER_S", 1 << 30)
+    named = Named()
+    info_hash = bytes.fromhex(bundle.manifest.transport.bittorrent.info_hash_v2)
+    async with rogue_peer(info_hash, way) as rogue, member(named, "n-two", bundle, tmp_path) as two:
+        named.others.append(Source(node="n-rogue", url="http://127.0.0.1:9", bittorrent=f"127.0.0.1:{rogue.port}"))
+        await connected(two)
+        async with asyncio.timeout(25):
+            await fetched(two, everything(two), FileSource(model, delay_s=0.05))
+        assert rogue.asked, "it had its chance"
+        assert is_the_model(two, model)
+        assert (two.banned == ["n-rogue"]) == (way == "garbage")
 
 
 async def test_pieces_come_by_both_ways_into_one_bitmap_and_none_twice(

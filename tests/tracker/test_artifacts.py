@@ -329,3 +329,15 @@ def test_numbers(state: TrackerState, offered: Offered) -> None:
     assert "shardline_tracker_artifacts 1.0" in text
     assert 'shardline_tracker_possession{proven="not_judged"} 1.0' in text
     assert 'shardline_tracker_possession{proven="no"} 0.0' in text
+
+
+async def test_who_was_thrown_out_is_a_source_for_nobody(
+    network: Network, state: TrackerState, offered: Offered
+) -> None:
+    out, other = await seeder(network, state), await seeder(network, state)
+    advertise(state, out, offered)
+    advertise(state, other, offered)
+    assert sorted(names(state, offered)) == sorted([out.id, other.id])
+    state.drop(out.id)
+    assert names(state, offered) == [other.id]
+    assert info(state).coverage == [1] * LAYERS

@@ -11,6 +11,8 @@ import socket
 from shardline.transport.torrent_messages import Begin
 
 WILDCARDS = ("0.0.0.0", "::")
+_NO_ENCRYPTION = 2
+"""`enc_policy.pe_disabled` of libtorrent. TLS is what keeps others out."""
 
 
 def settings_of(begin: Begin, port: int) -> dict[str, bool | int | str]:
@@ -35,6 +37,9 @@ def settings_of(begin: Begin, port: int) -> dict[str, bool | int | str]:
         # Over loopback it was a tenth as fast as TCP.
         "enable_incoming_utp": False,
         "enable_outgoing_utp": False,
+        # BitTorrent's own encryption says nothing of who is there, and is one more reader of strangers' bytes.
+        "in_enc_policy": _NO_ENCRYPTION,
+        "out_enc_policy": _NO_ENCRYPTION,
         "user_agent": "shardline",
         # Who calls says so where it takes calls itself. Who lies about it can only be taken for one of its own address.
         "peer_fingerprint": f"-SL{port:05}-",

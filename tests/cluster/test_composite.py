@@ -66,6 +66,7 @@ async def test_what_goes_there_and_what_comes_back(tmp_path: Path) -> None:
         (asked,) = stub.asked
         assert asked.path == "/v1/chat/completions"
         assert asked.headers["authorization"] == "Bearer secret-of-the-upstream"
+        assert not {"x-request-id", "traceparent"} & set(asked.headers), "ids of ours are no business of its"
         assert asked.body == {
             "model": MODEL,
             "messages": [{"role": "user", "content": "Hi"}],

@@ -24,6 +24,8 @@ for needed in ("fastapi", "pydantic_settings", "sse_starlette", "starlette_conte
         pytest.skip(f"the extra `server` of llama-cpp-python is not installed: no {needed}", allow_module_level=True)
 
 CONTEXT = 8192
+TALK = {"max_tokens": 6000, "temperature": 1.0, "seed": 3, "logit_bias": {str(i): -100 for i in range(260)}}
+"""Letters, and no end: no special tokens, and no bytes, of which that server holds back what is no character yet."""
 
 
 class Server:
@@ -77,6 +79,9 @@ async def before(folder: Path) -> AsyncIterator[tuple[Cluster, Server]]:
         await node.until("ready", 90)
         cluster.model = "tiny"
         yield cluster, server
+    except AssertionError as failed:
+        logs = [(folder / name).read_text()[-1500:] for name in ("server.log", "node0.log")]
+        raise AssertionError(str(failed), *logs) from failed
     finally:
         await cluster.stop()
         await server.kill()
@@ -103,14 +108,14 @@ async def test_answers_death_and_return(tmp_path: Path) -> None:
         assert refused.json()["error"]["param"] == "top_k"
 
         # Whoever leaves frees it: it has one place, and the next request is answered soon.
-        async with cluster.streamed(max_tokens=6000) as stream:
+        async with cluster.streamed(**TALK) as stream:
             await stream.read_tokens(1)
         left = time.monotonic()
         assert (await cluster.ask(max_tokens=2)).status_code == 200
         assert time.monotonic() - left < 5
         await cluster.until_free()
 
-        async with cluster.streamed(max_tokens=6000) as stream:
+        async with cluster.streamed(**TALK) as stream:
             await stream.read_tokens(2)
             killed = time.monotonic()
             await server.kill()
@@ -136,7 +141,7 @@ async def test_a_stopped_server_is_silent_and_no_more(tmp_path: Path) -> None:
         node = await launch(cluster, server)
         await node.until("ready", 60)
         assert server._process is not None
-        async with cluster.streamed(max_tokens=6000) as stream:
+        async with cluster.streamed(**TALK) as stream:
             await stream.read_tokens(1)
             server._process.send_signal(signal.SIGSTOP)
             await stream.read_all()

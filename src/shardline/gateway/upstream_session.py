@@ -91,7 +91,7 @@ class UpstreamSession(RouteSession):
         self._moved = line.heard
 
     def _hear(self, line: Line, event: Taken | Text | Answered) -> None:
-        if self.answered is not None or (not self._taken and not isinstance(event, Taken)):
+        if self.answered is not None or self._taken == isinstance(event, Taken):
             self._fail(self._spoiled(line, "sent the parts of an answer out of order"))
         elif isinstance(event, Taken):
             self._taken = True
@@ -112,9 +112,7 @@ class UpstreamSession(RouteSession):
         return super()._of_node(line, said, fallback=fallback)
 
     def _judge_progress(self, now: float) -> None:
-        """The Node judges the silence of its upstream by the same limits; here, should it fail to."""
-        if self.answered is None:
-            super()._judge_progress(now - self._settings.beat_timeout_s)
+        """The Node judges the silence of its upstream, which it hears: also where that adds no text."""
 
     def _fail(self, error: ShardlineError) -> None:
         """Where it stood, and how much of it was delivered, in tokens, is not known."""

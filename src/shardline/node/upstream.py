@@ -11,6 +11,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardline.settings import Settings
 from shardline.transport.addresses import split_url
 from shardline.transport.failures import ConnectFailed, HttpFailure, OwnLack, TimedOut
 from shardline.transport.http_client import HttpClient
+from shardline.transport.tracing import untraced
 from shardline.wire.composite import EXTRA, PASSED_CHAT, PASSED_TEXT, Answered, UpstreamCall
 
 log = structlog.get_logger(__name__)
@@ -131,8 +133,9 @@ class Upstream:
         reader = UpstreamAnswer(max_tokens, (stops,) if isinstance(stops, str) else tuple(stops or ()))
 
         def on_line(line: bytes) -> None:
-            for event in reader.push(line):
+            if line.startswith(b"data:"):
                 watch.heard()
+            for event in reader.push(line):
                 heard(event)
 
         try:
@@ -154,16 +157,20 @@ class Upstream:
         }
         settings = self._settings
         try:
-            async with self._client.stream(
-                "POST",
-                self.place.url + _PATHS[call.kind],
-                body=msgspec.json.encode(body),
-                content_type="application/json",
-                headers={"accept": "text/event-stream"},
-                timeout_s=settings.prefill_chunk_s,
-                limit="prefill_chunk",
-                on_line=on_line,
-            ) as stream:
+            async with AsyncExitStack() as stack:
+                with untraced():  # ids of our requests are our own: some servers refuse those of another form
+                    stream = await stack.enter_async_context(
+                        self._client.stream(
+                            "POST",
+                            self.place.url + _PATHS[call.kind],
+                            body=msgspec.json.encode(body),
+                            content_type="application/json",
+                            headers={"accept": "text/event-stream"},
+                            timeout_s=settings.prefill_chunk_s,
+                            limit="prefill_chunk",
+                            on_line=on_line,
+                        )
+                    )
                 if stream.status >= 400:
                     raise _refusal(stream.status, await stream.error_body())
                 if stream.status != 200:

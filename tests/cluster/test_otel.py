@@ -24,6 +24,14 @@ async def test_one_trace_through_all_parts(tmp_path: Path) -> None:
         async with scripted_cluster(tmp_path, layers=("0:3", "3:6"), script=SCRIPT, environment=environment) as cluster:
             await asked(cluster)
             check_trace(there, cluster)
+            there.spans.clear()
+            answer = await cluster.http.post(
+                f"{cluster.gateway.url}/v1/embeddings", json={"model": cluster.model, "input": DIARY}
+            )
+            assert answer.status_code == 200, answer.text
+            vector = one(there.until(4), f"embeddings {cluster.model}")  # route and two Nodes, too
+            assert vector.attributes["gen_ai.usage.input_tokens"] == answer.json()["usage"]["prompt_tokens"]
+            there.spans.clear()
             await lost(cluster)
             check_failure(there)
         assert DIARY not in repr(there.spans) and cluster.credential() not in repr(there.spans)
@@ -69,7 +77,7 @@ async def lost(cluster: Cluster) -> None:
 
 
 def check_failure(there: Collector) -> None:
-    chat = [span for span in there.until(18) if span.name.startswith("chat")][-1]
+    chat = [span for span in there.until(8) if span.name.startswith("chat")][-1]
     assert chat.trace != TRACE and chat.parent == "" and chat.failed
     assert chat.attributes["error.type"] == "node_lost"
 

@@ -37,7 +37,7 @@ from shardline.gateway.page import Page
 from shardline.gateway.replies import SESSION_HEADER, Reply, usage_of
 from shardline.gateway.responses_answers import ResponseWords
 from shardline.gateway.responses_requests import responses_request
-from shardline.gateway.spans import tell_spans
+from shardline.gateway.spans import tell_embedding, tell_spans
 from shardline.settings import Settings
 from shardline.transport.addresses import is_loopback, parse_address
 from shardline.transport.bodies import ClientLeft, body_of, header, send_body, send_json
@@ -169,6 +169,7 @@ class GatewayApp:
                     finally:
                         if embedding.tokens:
                             self._clients.used(key, prompt_tokens=embedding.tokens, completion_tokens=0)
+                        tell_embedding(embedding.request.model, embedding.tokens)
                     sessions = ",".join(embedding.told_sessions).encode()
                     await send_json(send, embedding.answer(), headers=[(SESSION_HEADER, sessions)])
 

@@ -42,6 +42,22 @@ def tell_spans(prepared: Prepared, choices: Sequence[Choice], cost: Usage, view_
             continue  # its account made way for others
 
 
+def tell_embedding(model: str, tokens: int) -> None:
+    """At the end of a request for vectors: of what, and how many tokens were computed."""
+    span = current_span()
+    if span is not None:
+        name = model[:_NAME_CHARS]
+        span.attributes.update(
+            {
+                "gen_ai.operation.name": span.name,
+                "gen_ai.provider.name": "shardline",
+                "gen_ai.request.model": name,
+                "gen_ai.usage.input_tokens": tokens,
+            }
+        )
+        span.name = f"{span.name} {name}"
+
+
 def _asked(operation: str, asked: Asked) -> dict[str, Value]:
     sampling = asked.sampling
     found: dict[str, Value | None] = {

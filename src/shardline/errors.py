@@ -216,3 +216,9 @@ def from_body(error: Any, *, fallback: str = "internal") -> ShardlineError:
         advice=advice[:500] if isinstance(advice, str) else None,
         **details,
     )
+
+
+def first_of(group: BaseExceptionGroup[ShardlineError]) -> ShardlineError:
+    """The one that stands first in what tasks raised together, however deep their groups are nested."""
+    error = group.exceptions[0]
+    return error if isinstance(error, ShardlineError) else first_of(error)

@@ -69,16 +69,26 @@ async def test_headers_of_errors(exception: ShardlineError, status: int, name: s
     assert response.status == status and response.headers[name] == value
 
 
-async def test_errors_of_a_task_group_are_unwrapped() -> None:
+@pytest.mark.parametrize("failing", [1, 3])
+async def test_errors_of_a_task_group_are_unwrapped(failing: int) -> None:
+    """Of several that fail in one moment, the first is told."""
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(fail())
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as group:
+            for _ in range(failing):
+                group.create_task(fail())
+            outer.create_task(fail())
 
     async def fail() -> None:
         raise ShardlineError("draining", "stopping")
 
     response = await ask(ErrorBoundary(app))
     assert response.status == 503 and error_in(response)["code"] == "draining"
+
+
+async def test_a_group_with_anything_else_in_it_is_an_internal_error() -> None:
+    response = await ask(raising(ExceptionGroup("both", [ShardlineError("draining", "stopping"), KeyError("secret")])))
+    assert response.status == 500 and error_in(response)["code"] == "internal"
 
 
 async def test_an_unknown_exception_is_logged_and_not_shown() -> None:

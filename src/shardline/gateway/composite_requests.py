@@ -1,8 +1,8 @@
 """Requests to a composite model: checked as all others are, then made ready to be passed on to its upstream.
 
 Owns which fields go along, which are refused by name because an upstream cannot promise them, and the form of messages
-that servers of OpenAI's API take. A field is passed on as the client has sent it, or not at all; where it has sent none,
-the upstream's own default holds. Pure. Shown by tests/gateway/test_composite_requests.py.
+that servers of OpenAI's API take. A field is passed on as the client has sent it, or not at all; where it has sent
+none, the upstream's own default holds. Pure. Shown by tests/gateway/test_composite_requests.py.
 """
 
 from __future__ import annotations

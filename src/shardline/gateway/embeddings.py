@@ -8,14 +8,14 @@ tests/cases/test_embeddings_over_nodes.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 import structlog
 
-from shardline.errors import ShardlineError
+from shardline.errors import ShardlineError, first_of
 from shardline.gateway.completions import Completions
 from shardline.gateway.detokenize import Vocabulary
 from shardline.gateway.embeddings_request import (
@@ -202,12 +202,7 @@ async def some_at_a_time(count: int, do: Callable[[int], Awaitable[None]]) -> No
             for _ in range(min(count, AT_A_TIME)):
                 tasks.create_task(work())
     except* ShardlineError as group:
-        raise _first(group.exceptions) from None
-
-
-def _first(errors: Sequence[ShardlineError | BaseExceptionGroup[ShardlineError]]) -> ShardlineError:
-    error = errors[0]
-    return error if isinstance(error, ShardlineError) else _first(error.exceptions)
+        raise first_of(group) from None
 
 
 def _check_room(index: int, tokens: int, model: ModelInfo) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import structlog
 
 import shardline
-from shardline.errors import ShardlineError
+from shardline.errors import ShardlineError, first_of
 from shardline.gateway.app import GatewayApp
 from shardline.gateway.clients import Clients
 from shardline.gateway.cluster_view import ClusterView
@@ -69,14 +69,9 @@ async def run(options: GatewayOptions) -> None:
             known = replace(options, tracker_url=line.tracker, credential=member.membership.credential)
             await _run(known, sock, clients, public, member.membership)
     except* ShardlineError as group:
-        raise _first(group) from None
+        raise first_of(group) from None
     finally:
         sock.close()
-
-
-def _first(group: BaseExceptionGroup[ShardlineError]) -> ShardlineError:
-    error = group.exceptions[0]
-    return error if isinstance(error, ShardlineError) else _first(error)
 
 
 async def _run(

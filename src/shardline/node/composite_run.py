@@ -20,7 +20,7 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import shardline
-from shardline.errors import ShardlineError
+from shardline.errors import ShardlineError, first_of
 from shardline.node.composite import Composite, CompositeHost
 from shardline.node.composite_app import composite_app
 from shardline.node.info import Identity, brief, host_id
@@ -93,7 +93,7 @@ async def _run(
         async with asyncio.TaskGroup() as tasks:
             await _serve(options, sock, upstream, key, membership, client, tasks)
     except* ShardlineError as group:
-        raise group.exceptions[0] from None
+        raise first_of(group) from None
     finally:
         await client.aclose()
 

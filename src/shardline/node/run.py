@@ -19,7 +19,7 @@ import psutil
 import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shardline.errors import ShardlineError
+from shardline.errors import ShardlineError, first_of
 from shardline.model import backends
 from shardline.model.backend import ShardDescription
 from shardline.model.self_test import choose_prefill_chunk
@@ -235,7 +235,7 @@ class _Node:
             async with asyncio.TaskGroup() as tasks:
                 await self._serve(sock, identity, tasks)
         except* ShardlineError as group:
-            raise group.exceptions[0] from None
+            raise first_of(group) from None
 
     async def _serve(self, sock: socket.socket, identity: Identity, tasks: asyncio.TaskGroup) -> None:
         settings, options = self._settings, self._options

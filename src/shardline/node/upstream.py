@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from shardline.errors import ShardlineError
+from shardline.errors import ShardlineError, first_of
 from shardline.node.upstream_answer import Event, UpstreamAnswer, printable, words_of
 from shardline.settings import Settings
 from shardline.transport.addresses import split_url
@@ -144,7 +144,7 @@ class Upstream:
                 await self._stream(call, reader, on_line)
                 watching.cancel()
         except* ShardlineError as group:
-            raise group.exceptions[0] from None
+            raise first_of(group) from None
         if not reader.done:
             heard(reader.end())
 

@@ -10,7 +10,7 @@ import time
 
 from shardline.artifact.bundle import TrustPolicy
 from shardline.artifact.signing import read_public_key
-from shardline.errors import ShardlineError
+from shardline.errors import ShardlineError, first_of
 from shardline.options import TrackerOptions
 from shardline.tracker.app import create_app
 from shardline.tracker.enrolment import Enrolment
@@ -72,7 +72,7 @@ async def run(options: TrackerOptions) -> None:
             options.announce("ready")
             await asyncio.Event().wait()
     except* ShardlineError as group:
-        raise group.exceptions[0] from None
+        raise first_of(group) from None
     finally:
         options.announce("draining")
         await server.stop()

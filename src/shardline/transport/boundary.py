@@ -16,7 +16,7 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardline.errors import ShardlineError
+from shardline.errors import ShardlineError, first_of
 from shardline.settings import PROTOCOL
 from shardline.transport.addresses import parse_address
 from shardline.transport.bodies import ClientLeft, header, send_body
@@ -91,7 +91,12 @@ class ErrorBoundary:
 
 
 def _single(exception: Exception) -> Exception:
-    """What a task group raised for its one failed task; a group of several stays what it is."""
+    """What a task group raised for its one failed task, or the first of several that are all told to clients; a group
+    with anything else in it stays what it is."""
+    if isinstance(exception, ExceptionGroup):
+        told, others = exception.split(ShardlineError)
+        if told is not None and others is None:
+            return first_of(told)
     while isinstance(exception, ExceptionGroup) and len(exception.exceptions) == 1:
         exception = exception.exceptions[0]
     return exception

@@ -418,7 +418,7 @@ def _seen(torrent: Torrent) -> Seen:
         torrent.generation,
         tuple(pieces.to_bytes() for pieces in available),
         tuple(
-            PeerFigures(*info.ip, _listens(info), info.total_download, info.payload_down_speed)
+            PeerFigures(info.ip[0], info.ip[1], _listens(info), info.total_download, info.payload_down_speed)
             for info in infos
             if not info.flags & (lt.peer_info.connecting | lt.peer_info.handshake)
         ),

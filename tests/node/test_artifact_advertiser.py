@@ -39,6 +39,7 @@ class Ear:
     def __init__(self) -> None:
         self.heard: list[Advertisement] = []
         self.refusals = 0
+        self.known = -1
         self.identity = Identity(key=Ed25519PrivateKey.generate(), url="http://127.0.0.1:1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,7 +49,10 @@ class Ear:
             self.refusals -= 1
             raise ShardlineError("unknown_node", "register first")
         key = public_bytes(self.identity.key)
-        self.heard.append(verify(key, ADVERTISEMENT_DOMAIN, signed.statement, Advertisement))
+        said = verify(key, ADVERTISEMENT_DOMAIN, signed.statement, Advertisement)
+        if said.sequence <= self.known:
+            raise ShardlineError("invalid_value", "it is not newer", param="sequence", known=self.known)
+        self.heard.append(said)
         await send_json(send, None)
 
 
@@ -129,3 +133,12 @@ async def test_a_refusal_is_not_the_end(artifact: StoredArtifact) -> None:
     ear.refusals = 2
     async with advertising(ear, artifact, ["a"]):
         await until(lambda: len(ear.heard) == 1)
+
+
+async def test_a_clock_that_was_set_back_keeps_no_pieces_from_others(artifact: StoredArtifact) -> None:
+    """An earlier life of this Node has advertised in what is the future now."""
+    ear = Ear()
+    ear.known = int(time.time() * 1e3) + 86_400_000
+    async with advertising(ear, artifact, ["a"]):
+        await until(lambda: len(ear.heard) == 1)
+        assert ear.heard[0].sequence == ear.known + 1

@@ -145,6 +145,7 @@ async def test_an_old_advertisement_is_not_taken_again(network: Network, state: 
     for text in (first, statement(node, advertisement(node, offered, state.clock.unix() - 0.5))):
         error = refusal(state, node, text)
         assert (error.code, error.param) == ("invalid_value", "sequence")
+        assert error.details["known"] > 0, "a Node whose clock was set back goes on from it"
     assert info(state).coverage == [0] * LAYERS
 
 

@@ -33,6 +33,7 @@ from shardline.wire.tickets import sign
 
 LOOK_S = 0.5
 """So often it looks what is held."""
+_SEQUENCE_LIMIT = 1 << 52
 _MARGIN_S = 5.0
 """Less than may be promised: clocks of two machines differ."""
 
@@ -98,12 +99,19 @@ class Advertiser:
         try:
             await self._tracker.advertise(self._identity.node_id, self._signed(advertised, files, fetching))
         except ShardlineError as error:
+            self._catch_up(error)
             if error.message != advertised.complained:
                 advertised.complained = error.message
                 log.info("pieces_not_advertised", content_id=advertised.artifact.content_id, reason=error.message)
             return
         advertised.told, advertised.told_at, advertised.complained = news, now, ""
         advertised.unheard.clear()
+
+    def _catch_up(self, error: ShardlineError) -> None:
+        """Where the clock was set back since this Node advertised in another life, go on from what is known of it."""
+        known = error.details.get("known")
+        if error.param == "sequence" and isinstance(known, int) and 0 <= known < _SEQUENCE_LIMIT:
+            self._sequence = max(self._sequence, known)
 
     def _signed(self, advertised: Advertised, files: list[HeldFile], fetching: Fetching | None) -> Signed:
         # Of the clock, so that it grows over restarts of a Node that keeps its identity.

@@ -77,7 +77,10 @@ class Catalogue:
         known = self._sequences.get(subject, -1)
         if said.sequence <= known:
             raise ShardlineError(
-                "invalid_value", f"advertisement {said.sequence} is not newer than {known}", param="sequence"
+                "invalid_value",
+                f"advertisement {said.sequence} is not newer than {known}",
+                param="sequence",
+                known=known,
             )
         self._check_pace(subject, now)
         if said.fetching is not None and said.fetching.last > offer.n_layers:

@@ -232,6 +232,7 @@ REFUSED: list[tuple[Json, str]] = [
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
     ({"text": {"format": {"type": "nope"}}}, "text"),
+    ({"text": {"format": {"type": "text", "schema": {}}}}, "text"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
@@ -259,6 +260,17 @@ async def test_what_is_refused_is_named(stand: Stand, fields: Json, param: str) 
     assert (answer.status_code, error["param"]) == (400, param), error
     assert "max_completion_tokens" not in error["message"] and "'messages'" not in error["message"]
     assert not stand.generations
+
+
+async def test_tools_are_repeated_as_they_are_meant(tmp_path: Path, shared_templates: Templates) -> None:
+    """One without parameters, too: what was not sent must not leave a hole in the answer."""
+    async with standing(tmp_path, templates=shared_templates, text=bundle(THINKING)) as stand:
+        answer = await stand.post(
+            "/v1/responses", {"model": MODEL, "input": "Hi", "tools": [{"type": "function", "name": "f"}, TOOL]}
+        )
+        bare, whole = answer.json()["tools"]
+        assert bare == {"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}
+        assert whole["parameters"] == TOOL["parameters"]
 
 
 def test_null_is_as_if_absent() -> None:

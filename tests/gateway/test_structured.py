@@ -30,6 +30,23 @@ def test_no_form_is_none(fields: dict[str, Any]) -> None:
     assert asked(**fields, grammar="", regex=None) is None
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "text", "schema": SCHEMA},
+        {"type": "text", "json_schema": {"schema": SCHEMA}},
+        {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "schema": SCHEMA},
+    ],
+    ids=json.dumps,
+)
+def test_a_schema_at_a_type_that_has_none_is_not_passed_over(form: Any) -> None:
+    with pytest.raises(ShardlineError) as caught:
+        asked_format(form)
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "response_format")
+    assert form["type"] in caught.value.message
+
+
 def test_a_schema_goes_on_as_it_was_written() -> None:
     """The order of its members says in which order they come in the answer."""
     made = asked_format({"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}})

@@ -164,3 +164,19 @@ def test_the_planner_knows_what_a_session_keeps(saved: tuple[str, Any, Path]) ->
     assert held <= 1.1 * planned
     # Planned is the room of blocks that are not full yet, held what is in them.
     assert planned <= 2 * held
+
+
+def test_what_is_set_aside_is_enough_at_any_length(saved: tuple[str, Any, Path]) -> None:
+    """A Node lets sessions in by these two numbers: none of them may take more, however short or long it is."""
+    kind, _, folder = saved
+    parts = Route(folder, (2, 5), layers=AUDITED_LAYERS).shards
+    (whole,) = Route(folder, layers=AUDITED_LAYERS).shards
+    told = whole.describe()
+    assert (told.state_bytes > 0) == (kind in STATES)
+    assert told.state_bytes == sum(part.describe().state_bytes for part in parts)
+    for slot, tokens in enumerate((1, 2, 5, 20, 131, 200)):
+        whole.open(slot)
+        result(whole.run([entry(TOKENS[:tokens], 0, slot=slot)]))
+        held = sum(tensor.nbytes for tensor in load_tensors(whole.save(slot)).values())
+        assert held <= told.state_bytes + tokens * told.kv_bytes_per_token, tokens
+        whole.close(slot)

@@ -327,6 +327,23 @@ async def test_the_log_of_a_node_stays_when_it_is_killed(browser: Any, tmp_path:
             assert tab.faults == []
 
 
+async def test_a_log_is_text_also_of_a_node_that_nobody_lists(browser: Any, cluster: Cluster) -> None:
+    async with visit(browser, cluster.gateway.url) as tab:
+        await tab.open("cluster")
+        await tab.page.wait_for_selector(".layer-map")
+        lines = [{"n": n, "time": 1.0, "level": "error", "text": f"{n} {HOSTILE}"} for n in range(1, 251)]
+        told = {"node": "n-gone", "lines": lines}
+        await tab.page.evaluate("(told) => import('/page/store.js').then((store) => store.take('log', told))", told)
+        card = ".gone .card"
+        await tab.page.click(f"{card} .log-head button")
+        assert await tab.page.locator(f"{card} .log-lines li").count() == 200
+        assert await tab.text(f"{card} .log-lines li:last-child .words") == f"250 {HOSTILE}"
+        assert "no longer listed" in await tab.text(card) and "200 warnings" in await tab.text(card)
+        assert await tab.page.locator("main img, main script").count() == 0
+        assert await tab.page.title() == "Cluster – Shardline"
+        assert tab.faults == []
+
+
 async def test_what_the_next_machine_would_change(browser: Any, cluster: Cluster) -> None:
     """The view's arithmetic with given numbers, and its words with those of the cluster."""
     async with visit(browser, cluster.gateway.url) as tab:

@@ -171,6 +171,7 @@ async def test_of_a_tracker_that_names_everybody_some_are_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(artifact_pieces, "SOURCES_AT_A_TIME", 4)
+    monkeypatch.setattr("shardline.artifact.sources._BACKOFF_S", (0.01, 0.01))
     async with plane(tmp_path) as made:
         pieces = made.fetching()
         made.named += [await made.seed("poor", has=[0])] * 3

@@ -156,7 +156,7 @@ def test_addresses_of_machines() -> None:
 async def test_a_ban_ends_and_who_gives_right_pieces_by_then_is_used(
     model: Path, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(banning, "FIRST_S", 3.0)
+    monkeypatch.setattr(banning, "FIRST_S", 1.5)
     named = Named()
     async with (
         member(named, "n-one", bundle, tmp_path, model=model) as one,

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
 
 from upstream import patches
 from upstream.source import ROOT, Source, pinned_version
@@ -16,10 +16,18 @@ from upstream.source import ROOT, Source, pinned_version
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m upstream", description=__doc__)
     parser.add_argument("--only", choices=["build", "test", "table", "patch"], help="One step of it.")
+    parser.add_argument(
+        "--part", choices=["rates", "ends"], help="Of the table: with --save, the other stays as it was."
+    )
     parser.add_argument("--save", action="store_true", help="Keep the figures: upstream/figures.json and the page.")
     given = parser.parse_args()
     source = Source(pinned_version())
-    steps = {"patch": show_patches, "build": build, "test": test, "table": lambda s: table(s, save=given.save)}
+    steps = {
+        "patch": show_patches,
+        "build": build,
+        "test": test,
+        "table": partial(table, part=given.part, save=given.save),
+    }
     for name, step in steps.items():
         if given.only in (None, name):
             started = time.monotonic()
@@ -55,14 +63,15 @@ def test(source: Source) -> None:
         raise SystemExit("make upstream: the engine on the patched library differs: see above")
 
 
-def table(source: Source, *, save: bool) -> None:
-    from upstream.measure import measured
-    from upstream.page import render, write
+def table(source: Source, *, part: str | None, save: bool) -> None:
+    from upstream.measure import PARTS, measured
+    from upstream.page import known, render, write
 
-    figures = measured(source, Path(ROOT))
-    print(render(figures))
+    figures = known() if part is not None else {}
+    figures |= measured(source, PARTS if part is None else (part,))
     if save:
         write(figures)
+    print(render(figures) if part is None else figures)
 
 
 if __name__ == "__main__":

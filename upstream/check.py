@@ -38,10 +38,6 @@ missing = [n for n in _FUNCTIONS if not any(hasattr(h, s) for h in handles for s
 print(json.dumps({"version": llama_cpp.__version__, "structs": structs, "functions": functions, "missing": missing}))
 """
 _ACCEPT = """
-import sys
-class Accept:
-    def find_spec(self, name, path=None, target=None):
-        return None
 import shardline.model.llama_library as library
 library.VERSIONS = {**library.VERSIONS, %r: ""}
 """

@@ -1,4 +1,4 @@
-"""A TCP forwarder that counts: how many bytes, in how many pieces, go to a server and come back.
+"""A TCP forwarder that counts: how many bytes go to a server and come back.
 
 For runs without delay only. Shown by `make upstream`.
 """
@@ -21,9 +21,6 @@ class Counting:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.there = self.back = 0
-        self.turns = 0
-        """How often the direction changed from there to back: round trips that somebody waited for."""
-        self._last_back = True
         self._sockets: list[socket.socket] = []
 
     def __enter__(self) -> Counting:
@@ -36,7 +33,7 @@ class Counting:
                 sock.close()
 
     def reset(self) -> None:
-        self.there = self.back = self.turns = 0
+        self.there = self.back = 0
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -54,8 +51,8 @@ class Counting:
             while data := source.recv(_PIECE):
                 if back:
                     self.back += len(data)
-                    self.turns += not self._last_back
                 else:
                     self.there += len(data)
-                self._last_back = back
                 sink.sendall(data)
+        with contextlib.suppress(OSError):  # a server takes the next connection when this one has ended
+            sink.shutdown(socket.SHUT_WR)

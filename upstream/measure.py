@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,12 @@ from upstream.source import Source
 DELAYS_MS = (0, 5, 25)
 """One way, in front of every process that computes."""
 STREAMS = (1, 4)
-ROUNDS = 3
+ROUNDS = 2
 PROMPT = 32
-TOKENS = {0: 48, 5: 32, 25: 16}
+TOKENS = {0: 32, 5: 24, 25: 12}
 VOCABULARY = 20_000
 KV_TOKENS = 2048
+PARTS = ("rates", "ends")
 SYSTEMS = ("unsplit, 1 Node", "Shard files, 2 Nodes", "layer window, 2 Nodes", "RPC, 2 servers")
 
 
@@ -111,13 +111,21 @@ def far_route(folder: Path, model: Path, engine: str, nodes: int, library: Path)
         yield FarRoute(cluster, credential, supervisor)
 
 
-def measured(source: Source, root: Path) -> dict[str, Any]:
-    """All figures, as JSON."""
-    model = demo_model()
-    library = source.bin / "libllama.so"
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        figures: dict[str, Any] = {"machine": _machine(), "in_process": _in_process(folder, model, library)}
+def measured(source: Source, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """Figures as JSON: `rates` of all systems, and `ends`, everything else. SystemExit where a signal ended it."""
+    figures: dict[str, Any] = {}
+    for part in parts:
+        with tempfile.TemporaryDirectory() as name:
+            found = _PARTS[part](source, Path(name))
+        if found is None:
+            raise SystemExit("make upstream: the measurement was stopped before its end")
+        figures |= found
+    return figures
+
+
+def _measured_rates(source: Source, folder: Path) -> dict[str, Any] | None:
+    model, library = demo_model(), source.bin / "libllama.so"
+    with ExitStack() as stack:
         routes = {
             name: stack.enter_context(far_route(folder, model, engine, nodes, library))
             for name, engine, nodes in zip(SYSTEMS, ("llama", "llama", "llama-window"), (1, 2, 2), strict=False)
@@ -127,19 +135,24 @@ def measured(source: Source, root: Path) -> dict[str, Any]:
         proxies = [stack.enter_context(DelayProxy("127.0.0.1", port)) for port in ports]
         rpc = Rpc(source, model, [proxy.port for proxy in proxies])
         stack.callback(rpc.close)
-        figures["rates"] = _rates(routes, rpc, proxies)
-        figures["seams"] = {name: _seam(route) for name, route in routes.items() if "2 Nodes" in name}
-        rpc.close()
-        figures["rpc_bytes"] = _rpc_bytes(source, model, ports)
-        figures["death"] = {
-            "rpc": _rpc_death(source, model),
-            **{name: _node_death(route) for name, route in routes.items() if "2 Nodes" in name},
-        }
-    return figures
+        return {"rates": _rates(routes, rpc, proxies)}
+    return None
 
 
-def _machine() -> dict[str, Any]:
-    return {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()}
+def _measured_ends(source: Source, folder: Path) -> dict[str, Any] | None:
+    model, library = demo_model(), source.bin / "libllama.so"
+    with ExitStack() as stack:
+        servers = stack.enter_context(rpc_servers(source.bin / "ggml-rpc-server", 2, 1))
+        rpc_bytes = _rpc_bytes(source, model, [int(address.rpartition(":")[2]) for address in servers])
+        seams: dict[str, Any] = {}
+        death: dict[str, Any] = {"rpc": _rpc_death(source, model)}
+        for name, engine in zip(SYSTEMS[1:], ("llama", "llama-window"), strict=False):
+            with far_route(folder, model, engine, 2, library) as route:
+                seams[name] = _seam(route)
+                death[name] = _node_death(route)
+        in_process = _in_process(folder, model, library)
+        return {"in_process": in_process, "seams": seams, "rpc_bytes": rpc_bytes, "death": death}
+    return None
 
 
 def _rates(routes: dict[str, FarRoute], rpc: Rpc, proxies: list[DelayProxy]) -> list[dict[str, Any]]:
@@ -171,7 +184,7 @@ def _seam(route: FarRoute) -> dict[str, float]:
 
 
 def _rpc_bytes(source: Source, model: Path, ports: list[int]) -> dict[str, float]:
-    """Bytes and waits of a decode step, of both servers together."""
+    """Bytes of a decode step, of both servers together."""
     with ExitStack() as stack:
         counters = [stack.enter_context(Counting(port)) for port in ports]
         rpc = Rpc(source, model, [counter.port for counter in counters])
@@ -181,9 +194,9 @@ def _rpc_bytes(source: Source, model: Path, ports: list[int]) -> dict[str, float
             for counter in counters:
                 counter.reset()
             rpc.run(prompts_of(1, PROMPT, VOCABULARY, seed="bytes"), tokens)
-            counts.append([sum(getattr(c, what) for c in counters) for what in ("there", "back", "turns")])
-    there, back, turns = ((b - a) / 32 for a, b in zip(*counts, strict=True))
-    return {"there": round(there), "back": round(back), "round_trips": round(turns, 1)}
+            counts.append([sum(getattr(c, what) for c in counters) for what in ("there", "back")])
+    there, back = ((b - a) / 32 for a, b in zip(*counts, strict=True))
+    return {"there": round(there), "back": round(back)}
 
 
 def _rpc_death(source: Source, model: Path) -> dict[str, Any]:
@@ -266,7 +279,7 @@ def _in_process(folder: Path, model: Path, library: Path) -> dict[str, float]:
         for shard in shards:
             shard.open(0)
         through(shards, [entry(range(1000, 1000 + PROMPT), 0)])
-    for step in range(120):
+    for step in range(100):
         for name, shards in chains.items():
             started = time.process_time()
             through(shards, [entry([1000 + step], PROMPT + step)])
@@ -275,3 +288,6 @@ def _in_process(folder: Path, model: Path, library: Path) -> dict[str, float]:
         for shard in shards:
             shard.unload()
     return {name: round(1e6 * statistics.median(found[20:])) for name, found in times.items()}
+
+
+_PARTS = {"rates": _measured_rates, "ends": _measured_ends}

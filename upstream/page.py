@@ -23,16 +23,22 @@ SENTENCES = patches.FOLDER / "hunks.toml"
 _BLOCK = re.compile(r"(<!-- generated: ([a-z]+) -->\n).*?(<!-- end -->)", re.S)
 
 
+def known() -> dict[str, Any]:
+    """The figures that are kept; none before the first run."""
+    return dict(json.loads(FIGURES.read_text(encoding="utf-8"))) if FIGURES.exists() else {}
+
+
 def write(figures: dict[str, Any] | None = None) -> None:
     """Keep `figures`, if there are any, and bring the page up to date."""
     if figures is not None:
         FIGURES.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    if {"rates", "death"} <= known().keys():
+        PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def updated(text: str) -> str:
     """The page with its blocks made anew."""
-    blocks = {"patch": patch_tables(), **numbers(json.loads(FIGURES.read_text(encoding="utf-8")))}
+    blocks = {"patch": patch_tables(), **numbers(known())}
     return _BLOCK.sub(lambda m: f"{m[1]}{blocks[m[2]]}\n{m[3]}", text)
 
 
@@ -90,13 +96,15 @@ def _bytes(figures: dict[str, Any], name: str) -> str:
     if name in figures["seams"]:
         return ", ".join(f"{count:,.0f} ({seam})" for seam, count in figures["seams"][name].items())
     found = figures["rpc_bytes"]
-    return f"{found['there']:,} there, {found['back']:,} back, {found['round_trips']} round trips"
+    return f"{found['there']:,} there, {found['back']:,} back"
 
 
 def _death(figures: dict[str, Any], name: str) -> str:
     death = figures["death"]
     if name in death:
-        return f"stream ends with `{death[name]['code']}` after {death[name]['after_s']} s; every process lives on"
+        return (
+            f"stream ends with `{death[name]['code']}` after {death[name]['after_s']} s; every other process lives on"
+        )
     return f"the client's process ends with {death['rpc']['ends']} after {death['rpc']['after_s']} s"
 
 

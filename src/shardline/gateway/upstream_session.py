@@ -70,9 +70,7 @@ class UpstreamSession(RouteSession):
         if usage is None:
             return FinishedEvent(reason=answered.reason, generated=0, stop=answered.stop)
         self._record.used(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
-        return FinishedEvent(
-            reason=answered.reason, generated=usage.completion_tokens, usage=usage, stop=answered.stop
-        )
+        return FinishedEvent(reason=answered.reason, generated=usage.completion_tokens, usage=usage, stop=answered.stop)
 
     # ---- listening -------------------------------------------------------------------------------------------
 

@@ -36,8 +36,11 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ANSWER_S = 10
+ANSWER_S = 20
 """A case that takes longer hangs."""
+CONTEXT = 512
+"""Tokens: an answer that does not end by itself ends there, before it looks like one that hangs."""
+SCRIPT: Json = {"chat_template": TEMPLATE, "context_length": CONTEXT}
 INPUTS = 64
 """As many as two thousand would be taken, and take their time."""
 ENDLESS = "/v1/live"
@@ -47,21 +50,23 @@ GO_TOGETHER = {
     *("min_tokens", "repetition_penalty", "suffix", "echo", "text", "chat_template_kwargs", "dimensions", "seed"),
 }
 """Fields whose values are taken or not by what other fields say, or the model, its template and its vocabulary."""
+_TEXT: Json = {"type": "string", "minLength": 1, "maxLength": 20}
 _TALK: Json = {
     "type": "array",
     "minItems": 1,
+    "maxItems": 3,
     "items": {
         "type": "object",
         "required": ["role", "content"],
         "additionalProperties": False,
-        "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string", "minLength": 1}},
+        "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT},
     },
 }
 _TEXTS: Json = {
     "oneOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "minItems": 1, "maxItems": 8, "items": {"type": "string", "minLength": 1}},
-        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 255}},
+        _TEXT,
+        {"type": "array", "minItems": 1, "maxItems": 4, "items": _TEXT},
+        {"type": "array", "minItems": 1, "maxItems": 20, "items": {"type": "integer", "minimum": 0, "maximum": 255}},
     ]
 }
 
@@ -183,9 +188,10 @@ class Loose:
                 schema["required"].append("stream")
             for field_name in GO_TOGETHER & set(properties):
                 del properties[field_name]
-            replaced = {"messages": _TALK, "prompt": _TEXTS, "input": _TEXTS, "system": {"type": "string"}}
+            replaced = {"messages": _TALK, "prompt": _TEXTS, "input": _TEXTS, "system": _TEXT}
+            replaced |= {"instructions": _TEXT, "content": _TEXT, "n": {"type": "integer", "minimum": 1, "maximum": 2}}
             if name == "ResponsesRequest":
-                replaced = {"input": {"type": "string", "minLength": 1}, "reasoning": {"type": "null"}}
+                replaced |= {"input": _TEXT, "reasoning": {"type": "null"}, "prompt": {"type": "null"}}
             properties.update({key: value for key, value in replaced.items() if key in properties})
             if "tokens" in properties:
                 properties["tokens"]["items"].update(minimum=0, maximum=255)
@@ -208,7 +214,7 @@ def loose(folder: Path) -> Iterator[Loose]:
     known: Json = {}
 
     async def run() -> None:
-        async with api_cluster(folder, settings=SETTINGS, script={"chat_template": TEMPLATE}, api_keys=[KEY]) as made:
+        async with api_cluster(folder, settings=SETTINGS, script=SCRIPT, api_keys=[KEY]) as made:
             known.update(url=made.url, model=made.model, loop=asyncio.get_running_loop(), end=asyncio.Event())
             ready.set()
             await known["end"].wait()

@@ -44,7 +44,7 @@ def test_one_of_an_older_version_is_not_used(event: Opened, sampling: Sampling, 
 
 def test_a_vector_is_what_was_agreed_or_is_not_taken() -> None:
     good = struct.pack("<2f", 1.5, -2.0)
-    check_embedded(Embedded(pooling="mean", vector=good), opened(pooling="mean"))
+    check_embedded(Embedded(pooling="mean", vector=good), opened(pooling="mean"), Embed())
     assert list(floats_of(good)) == [1.5, -2.0]
     for vector, answer, code in (
         (good, opened(pooling="last"), "seam_invalid"),
@@ -57,5 +57,8 @@ def test_a_vector_is_what_was_agreed_or_is_not_taken() -> None:
         (struct.pack("<2f", float("inf"), 0.0), opened(pooling="mean"), "numerical_error"),
     ):
         with pytest.raises(ShardlineError) as refused:
-            check_embedded(Embedded(pooling="mean", vector=vector), answer)
+            check_embedded(Embedded(pooling="mean", vector=vector), answer, Embed())
         assert refused.value.code == code
+    with pytest.raises(ShardlineError) as refused:  # whatever it agreed to by itself
+        check_embedded(Embedded(pooling="mean", vector=good), opened(pooling="mean"), None)
+    assert refused.value.code == "seam_invalid"

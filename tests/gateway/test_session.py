@@ -12,10 +12,11 @@ import msgspec
 import pytest
 
 from shardline.errors import ShardlineError
+from shardline.gateway.generate_api import GenerationRequest
 from shardline.gateway.liveness import Liveness
 from shardline.gateway.session import RouteSession
 from shardline.settings import Settings
-from shardline.wire.messages import ENDED
+from shardline.wire.messages import ENDED, Embed, Sampling
 from shardline.wire.telemetry import TelemetryEvent
 from tests.support.local_cluster import LocalCluster, local_cluster, read
 
@@ -289,6 +290,7 @@ HOSTILE: dict[str, bytes] = {
     "token past the vocabulary": b'{"event":"token","id":99999999,"index":0}',
     "more than came": b'{"event":"finished","reason":"length","generated":1000000}',
     "less than came": b'{"event":"finished","reason":"stop","generated":-5}',
+    "a vector of a text": b'{"event":"embedded","pooling":"last","vector":"AAAAAA=="}',
     "not JSON": b"\xff\xfe",
     "deep": b"[" * 100_000,
 }
@@ -311,6 +313,24 @@ async def test_a_line_of_a_node_ends_its_session_and_nothing_else(tmp_path: Path
         assert error.details["node"] == cluster.nodes[2].node
         assert "to" not in error.details or error.details["to"] in [n.node for n in cluster.nodes]
         assert len((await neighbour)[0]) > 0
+        await cluster.until_free()
+
+
+async def test_a_tail_that_ends_without_the_vector_is_at_fault(tmp_path: Path) -> None:
+    script = {**LONG, "prefill_ms_per_row": 20}
+    async with local_cluster(tmp_path, script=script, settings=QUICK) as cluster:
+        request = GenerationRequest(
+            model=cluster.model, content_id=cluster.content_id, prompt=[65] * 30, max_tokens=0, sampling=Sampling(),
+            stop=(), key_id="anyone", reuse=False, embed=Embed(),
+        )  # fmt: skip
+        generation = cluster.generations.start(request)
+        await generation.wait_open()
+        session = generation._session
+        assert session is not None
+        session._heard(session._lines[-1], b'{"event":"finished","reason":"stop","generated":1}')
+        with pytest.raises(ShardlineError) as caught:
+            await read(generation)
+        assert (caught.value.code, caught.value.details["node"]) == ("seam_invalid", cluster.nodes[2].node)
         await cluster.until_free()
 
 

@@ -23,7 +23,7 @@ from shardline.node.host import ShardHost
 from shardline.node.plan import KvRoom
 from shardline.node.stream import SessionStream
 from shardline.settings import Settings
-from shardline.wire.messages import OpenSession, StepAck, Ticket, TicketPeer
+from shardline.wire.messages import Embed, OpenSession, StepAck, Ticket, TicketPeer
 from shardline.wire.prefix import Prefix, digests_of, salt_of
 from shardline.wire.steps import FLAG_LAST_CHUNK, FLAG_OUTPUT, FLAG_ROLLBACK, LANE_PREFILL, Entry, Step
 from tests.support.local_cluster import SCRIPT
@@ -61,7 +61,9 @@ class Node:
         assert self.host.description is not None
         return self.host.description
 
-    def begin(self, prompt: list[int], max_tokens: int = 4, *, key_id: str | None = "anyone") -> tuple[bytes, Lines]:
+    def begin(
+        self, prompt: list[int], max_tokens: int = 4, *, key_id: str | None = "anyone", **more: Any
+    ) -> tuple[bytes, Lines]:
         key = secrets.token_bytes(16)
         me = TicketPeer(node="n-me", url="http://127.0.0.1:1")
         layout = {"layout_in": self.shard.layout_in.digest, "layout_out": self.shard.layout_out.digest}
@@ -70,7 +72,7 @@ class Node:
         salt = salt_of(key_id or "")
         prefix = None if key_id is None else Prefix(salt=salt, digests=digests_of(salt, packed(prompt)))
         request = OpenSession(
-            ticket="", key=key.hex(), prompt_tokens=len(prompt), max_tokens=max_tokens, prefix=prefix, **layout
+            ticket="", key=key.hex(), prompt_tokens=len(prompt), max_tokens=max_tokens, prefix=prefix, **layout, **more
         )
         return key, Lines(self.host.open(Ticket(**terms, **layout, not_after=0.0), request), [])
 
@@ -181,6 +183,20 @@ async def test_a_session_that_ended_well_is_reused_and_others_are_not(tmp_path: 
         assert await node.whole(prompt, key_id="somebody else") == 0
         assert await node.whole(prompt, key_id=None) == 0  # asks for nothing, leaves nothing
         assert node.account() == (0, 192, 192)
+
+
+async def test_a_vector_begins_with_nothing_kept_and_leaves_nothing_whatever_its_gateway_asks(tmp_path: Path) -> None:
+    async with a_node(tmp_path) as node:
+        prompt = tokens(100)
+        await node.whole(prompt)
+        key, lines = node.begin(prompt, 0, embed=Embed())
+        assert (await lines.until("opened"))["reusable_tokens"] == 0
+        node.prefill(key, prompt, 0)
+        await lines.until("embedded")
+        node.host.sessions.close(key, keep=True)
+        await lines.until("closed")
+        assert node.account() == (0, 96, 96)
+        assert await node.whole(prompt) == 96
 
 
 @pytest.mark.parametrize("end", ["close", "fail", "unopened"])

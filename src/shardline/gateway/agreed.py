@@ -31,9 +31,11 @@ def check_agreed(event: Opened, sampling: Sampling, embed: Embed | None, *, node
         raise ShardlineError("unsupported_parameter", what, param="pooling")
 
 
-def check_embedded(event: Embedded, opened: Opened | None) -> None:
+def check_embedded(event: Embedded, opened: Opened | None, embed: Embed | None) -> None:
     """`seam_invalid` for a vector that was not asked for, or is pooled in another way than agreed; `numerical_error`
     for values that are not finite."""
+    if embed is None:
+        raise ShardlineError("seam_invalid", "a vector, of a session that wants a text")
     if opened is None or event.pooling != opened.pooling:
         raise ShardlineError("seam_invalid", f"a vector pooled by {event.pooling}, which was not agreed")
     if not 0 < len(event.vector) <= 4 * WIDTH_LIMIT or len(event.vector) % 4:

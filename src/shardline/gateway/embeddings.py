@@ -39,6 +39,8 @@ AT_A_TIME = 8
 of others."""
 SESSIONS_TOLD = 64
 """Ids of Route Sessions that fit into a header field."""
+VALUES = 1 << 25
+"""Most numbers of an answer, which is in memory until its last vector has come: 2,048 vectors of 16,384."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,22 @@ class Embedding:
     """Input -> public id of its Route Session, of those that have begun."""
     vectors: dict[int, msgspec.Raw] = field(default_factory=dict)
     pooling: str | None = None
+    width: int | None = None
+    """Numbers of a vector as it came."""
+
+    def take(self, index: int, embedded: Embedded) -> None:
+        """Keep a vector as it will be written. `seam_invalid` for one that is unlike the others, which a Node made up;
+        `invalid_value` where so many vectors of this width are more than `VALUES`, or `dimensions` is larger."""
+        width = len(embedded.vector) // 4
+        if self.pooling not in (None, embedded.pooling) or self.width not in (None, width):
+            what = f"a vector of {width} numbers, pooled by {embedded.pooling}, where others were of {self.width}"
+            raise ShardlineError("seam_invalid", f"{what}, by {self.pooling}")
+        self.pooling, self.width = embedded.pooling, width
+        values = shaped(embedded.vector, self.request)
+        most = VALUES // len(values)
+        if len(self.prompts) > most:
+            refuse("input", f"'input': {len(self.prompts)} vectors of {len(values)} numbers, at most {most} at a time")
+        self.vectors[index] = written(values, base64=self.request.base64)
 
     @property
     def tokens(self) -> int:
@@ -132,10 +150,7 @@ class EmbeddingRequests:
         """Compute all vectors. Whatever ends it, no Route Session of it runs on; a failure tells which input."""
 
         async def embed(index: int) -> None:
-            embedded = await self._embedded(embedding, index)
-            embedding.pooling = embedded.pooling
-            values = shaped(embedded.vector, embedding.request)
-            embedding.vectors[index] = written(values, base64=embedding.request.base64)
+            embedding.take(index, await self._embedded(embedding, index))
 
         try:
             await some_at_a_time(len(embedding.prompts), embed)

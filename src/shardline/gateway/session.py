@@ -282,7 +282,7 @@ class RouteSession:
     def _take_vector(self, event: Embedded) -> None:
         line = self._lines[-1]
         try:
-            check_embedded(event, line.answer)
+            check_embedded(event, line.answer, self._embed)
         except ShardlineError as error:
             self._fail(self._of_node(line, error, fallback="seam_invalid"))
             return
@@ -290,6 +290,10 @@ class RouteSession:
 
     def _check_finished(self, line: Line, finished: Finished) -> None:
         """What is counted, and may be billed, is what came; with `stop` an id more, which counts and is not sent."""
+        if self._embed is not None:
+            message = f"Node {line.hop.node} ends without the vector that it was asked for"
+            self._fail(ShardlineError("seam_invalid", message, node=line.hop.node))
+            return
         came = self._next_index + (finished.reason == "stop")
         if finished.generated != came:
             message = f"Node {line.hop.node} counts {finished.generated} tokens at its end, {came} came"

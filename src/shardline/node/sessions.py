@@ -164,7 +164,8 @@ class Sessions:
         self.ledger.check(ticket.kv_tokens)
         if shard.slots is not None and len(self._streams) >= shard.slots:
             raise ShardlineError("capacity", f"the engine has {shard.slots} slots, and all are open")
-        prefix = request.prefix if self._cannot_keep(shard) is None else None
+        # Of a prompt that becomes a vector every row is computed, and nothing is left behind.
+        prefix = request.prefix if request.embed is None and self._cannot_keep(shard) is None else None
         match = None if prefix is None else self.prefixes.find(prefix.digests, request.prompt_tokens)
         number = self._make_room(ticket.kv_tokens, shard, None if match is None else match.kept)
         self.ledger.reserve(ticket.kv_tokens)

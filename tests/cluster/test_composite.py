@@ -11,6 +11,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from structlog.testing import capture_logs
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
@@ -199,8 +200,11 @@ async def test_what_the_upstream_refuses_keeps_its_status(tmp_path: Path) -> Non
             reply = Reply(json.dumps(body).encode(), status, "application/json", headers="location: http://x/\r\n")
             for stream in (False, True):
                 stub.replies.append(reply)
-                answer = await cluster.chat(stream=stream)
+                with capture_logs() as lines:
+                    answer = await cluster.chat(stream=stream)
                 assert (answer.status_code, answer.json()["error"]["code"]) == found, answer.text
+                (told,) = [line for line in lines if line["event"] == "upstream_refused"]
+                assert told.keys() == {"event", "log_level", "status"}, "its words may quote the request"
         assert len(stub.asked) == 10, "no redirect was followed, and nothing repeated"
         assert (await cluster.chat()).status_code == 200
         await cluster.until_free()

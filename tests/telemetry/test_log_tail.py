@@ -73,6 +73,20 @@ def test_an_exception_is_its_type_and_place_and_only_ours_have_words(tail: LogTa
     assert "diary" not in theirs and ours.endswith(': the worker is gone"') and again.endswith(': the worker is gone"')
 
 
+def test_what_a_worker_prints_of_an_exception_is_its_type_too(tail: LogTail) -> None:
+    log = structlog.get_logger("shardline.model.worker_process")
+    for line in (
+        'File "engine.py", line 5, in run',
+        "jinja2.exceptions.SecurityError: my diary",
+        "ValueError: my\ndiary",
+        "GGML_ASSERT(n > 0) failed",
+    ):
+        log.info("worker_said", line=line)
+    place, theirs, ours, abort = texts(tail)
+    assert "diary" not in theirs + ours and "SecurityError: [not told]" in theirs and "ValueError" in ours
+    assert "line 5" in place and "GGML_ASSERT(n > 0) failed" in abort
+
+
 def test_lines_of_libraries_are_not_in_it(tail: LogTail) -> None:
     logging.getLogger("asyncio").error("Task exception was never retrieved: my diary")
     assert texts(tail) == []

@@ -250,7 +250,7 @@ def _lost(failure: HttpFailure) -> ShardlineError:
 def _refusal(status: int, body: bytes) -> ShardlineError:
     """What a status that is no success means, and for whom."""
     words = words_of(body)
-    log.info("upstream_refused", status=status, reason=words)
+    log.info("upstream_refused", status=status)  # its words may quote the request, and are for who sent that
     if status in (400, 413, 422):
         code = "context_length_exceeded" if b'"context_length_exceeded"' in body else "invalid_value"
         return ShardlineError(code, f"the upstream refused the request: {words}")

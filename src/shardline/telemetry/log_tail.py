@@ -9,6 +9,7 @@ tests/telemetry/test_log_tail.py and tests/cluster/test_log_tails.py.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import sys
 import traceback
@@ -24,6 +25,9 @@ from shardline.wire.messages import LOG_CHARS, LOG_LINES, LogLine, LogLines
 
 _ELSEWHERE = frozenset({"timestamp", "level", "role", "exc_info", "stack_info"})
 """Keys that are no part of a line's words: it has a time and a level of its own, and its Node has a role."""
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception)): .*", re.DOTALL)
+"""The end of a traceback, as an engine worker prints it."""
+_UNTOLD = "[not told]"
 
 
 class LogTail(logging.Handler):
@@ -78,6 +82,9 @@ def tail_formatter(foreign: list[Any]) -> logging.Formatter:
 
 def _value(value: Any) -> str:
     text = str(value)
+    printed = _EXCEPTION.fullmatch(text)
+    if printed is not None:
+        text = f"{printed[1]}: {_UNTOLD}"
     return text if text and not any(c.isspace() for c in text) else f'"{text}"'
 
 

@@ -60,7 +60,12 @@ def span_export(environ: Mapping[str, str], role: str) -> Iterator[SpanSink | No
         "service.version": shardline.__version__,
     }
     headers = next((pairs_of(environ[name]) for name in _HEADERS if environ.get(name)), {})
-    exporter = Exporter(endpoint, headers, resource)
+    try:
+        exporter = Exporter(endpoint, headers, resource)
+    except (OSError, ValueError) as error:  # OpenTelemetry reads further variables by itself
+        log.warning("spans_off", reason=f"OpenTelemetry refuses a variable of its own: {error}"[:300])
+        yield None
+        return
     try:
         yield exporter
     finally:

@@ -97,9 +97,13 @@ def _session(span: OpenSpan, view: View) -> None:
 
 
 def _of_phase(phase: str, view: View) -> dict[str, Value]:
+    """Counts that nobody knows, as of a composite Node whose upstream does not tell them, are left out."""
+    told: dict[str, Value | None] = {}
     if phase == "prefill":
-        return {"shardline.tokens": view["prefill"]["done"], "shardline.tokens_kept": view["prefill"]["cached"] or 0}
-    return {"shardline.tokens": view["decode"]["tokens"]} if phase == "decode" else {}
+        told = {"shardline.tokens": view["prefill"]["done"], "shardline.tokens_kept": view["prefill"]["cached"]}
+    elif phase == "decode":
+        told = {"shardline.tokens": view["decode"]["tokens"]}
+    return {name: count for name, count in told.items() if count is not None}
 
 
 def _give(

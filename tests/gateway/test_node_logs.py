@@ -131,10 +131,13 @@ async def test_whoever_floods_waits_behind_all_others() -> None:
 async def test_of_so_many_nodes_lines_are_kept() -> None:
     nodes = Nodes("a")
     nodes.write("a", "first")
-    await nodes.look({})
+    seen: dict[str, int] = {}
+    await nodes.look(seen)
     del nodes.lines["a"]
     for i in range(NODES):
         nodes.lines[f"n{i}"], nodes.boot[f"n{i}"] = [], "aa"
         nodes.write(f"n{i}", "here")
     told = await nodes.look({})
     assert len(told) == NODES and "a" not in told
+    await nodes.look(seen)
+    assert seen.keys() == told.keys(), "a reader forgets whom the Gateway has forgotten"

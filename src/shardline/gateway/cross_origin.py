@@ -21,7 +21,6 @@ _NAMES = re.compile(r"[A-Za-z0-9_-]+( *, *[A-Za-z0-9_-]+)*")
 _NAMES_LENGTH = 2048
 _FIXED = (
     (b"access-control-allow-methods", b"GET, POST, DELETE"),
-    # What a browser asks for is what a page's client happens to send; none of it is a secret of the browser's.
     (b"access-control-max-age", b"600"),
 )
 _EXPOSED = b"shardline-route-session, x-request-id, retry-after, x-should-retry"
@@ -89,6 +88,7 @@ class CrossOrigin:
 def _asked(scope: Scope) -> list[tuple[bytes, bytes]]:
     """What the preflight asks for, as far as it is granted."""
     fields = []
+    # What a browser asks for is what a page's client happens to send; none of it is a secret of the browser's.
     names = header(scope, b"access-control-request-headers") or ""
     if len(names) <= _NAMES_LENGTH and _NAMES.fullmatch(names.strip()):
         fields.append((b"access-control-allow-headers", names.strip().encode("latin-1")))

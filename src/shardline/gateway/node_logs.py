@@ -101,6 +101,8 @@ class NodeLogs:
 
         First of those that it heard of longest ago: whoever floods waits behind all others.
         """
+        for gone in seen.keys() - self._tails.keys():
+            del seen[gone]
         events: list[bytes] = []
         for node in sorted(self._tails, key=lambda node: seen.get(node, 0)):
             lines = [line for line in self._tails[node].lines if line.n > seen.get(node, 0)]

@@ -78,7 +78,8 @@ def venv(version: str) -> Path:
         # Behind the venv's own folder: what is installed there comes first.
         (site / "behind.pth").write_text(f"{own}\n{ROOT / 'src'}\n{ROOT}\n", encoding="utf-8")
         command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*command, "--ignore-installed", f"{PACKAGE}=={version}"], check=True)
+        command += ["--ignore-installed", "--find-links", str(cache_folder().parent / "wheels")]
+        subprocess.run([*command, f"{PACKAGE}=={version}"], check=True)
     return python
 
 

@@ -21,7 +21,7 @@ def nothing(done: int, total: int) -> None:
 
 
 def test_the_tables_name_the_same_engines_and_real_modules() -> None:
-    assert set(backends.BACKENDS) == set(backends.SELF_TESTS) == {"llama", "torch", "scripted"}
+    assert set(backends.BACKENDS) == set(backends.SELF_TESTS) == {"llama", "llama-window", "torch", "scripted"}
     for path in backends.BACKENDS.values():
         assert importlib.util.find_spec(path.partition(":")[0]) is not None
 
@@ -37,7 +37,7 @@ def test_a_script_is_loaded_with_progress(spec: Callable[..., ShardSpec]) -> Non
 def test_an_unknown_engine_and_a_missing_library(
     monkeypatch: pytest.MonkeyPatch, spec: Callable[..., ShardSpec]
 ) -> None:
-    with pytest.raises(ShardlineError, match=r"\['llama', 'scripted', 'torch'\]") as caught:
+    with pytest.raises(ShardlineError, match=r"\['llama', 'llama-window', 'scripted', 'torch'\]") as caught:
         backends.load("vllm", spec(), nothing)
     assert caught.value.code == "engine_unavailable"
     with pytest.raises(ShardlineError):

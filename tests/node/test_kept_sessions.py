@@ -189,12 +189,13 @@ async def test_a_vector_begins_with_nothing_kept_and_leaves_nothing_whatever_its
     async with a_node(tmp_path) as node:
         prompt = tokens(100)
         await node.whole(prompt)
-        key, lines = node.begin(prompt, 0, embed=Embed())
-        assert (await lines.until("opened"))["reusable_tokens"] == 0
-        node.prefill(key, prompt, 0)
-        await lines.until("embedded")
-        node.host.sessions.close(key, keep=True)
-        await lines.until("closed")
+        for wanted in (prompt, tokens(100, seed=1)):
+            key, lines = node.begin(wanted, 0, embed=Embed())
+            assert (await lines.until("opened"))["reusable_tokens"] == 0
+            node.prefill(key, wanted, 0)
+            await lines.until("embedded")
+            node.host.sessions.close(key, keep=True)
+            await lines.until("closed")
         assert node.account() == (0, 96, 96)
         assert await node.whole(prompt) == 96
 

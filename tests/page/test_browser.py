@@ -341,6 +341,9 @@ async def test_a_log_is_text_also_of_a_node_that_nobody_lists(browser: Any, clus
         assert "no longer listed" in await tab.text(card) and "200 warnings" in await tab.text(card)
         assert await tab.page.locator("main img, main script").count() == 0
         assert await tab.page.title() == "Cluster – Shardline"
+        tell = "(told) => import('/page/store.js').then(({ state, take }) => (take('log', told), state.logs.size))"
+        sizes = [await tab.page.evaluate(tell, {"node": f"n-{i}", "lines": lines[:1]}) for i in range(130)]
+        assert max(sizes) == 128, "a page forgets those that were longest unheard"
         assert tab.faults == []
 
 

@@ -2,6 +2,7 @@
 
 const SAMPLES = 1200;
 const LOG_LINES = 200;
+const LOG_NODES = 128; // as many as a Gateway keeps
 
 export const state = {
   link: { state: "connecting", error: null },
@@ -42,7 +43,10 @@ export function take(name, value) {
   } else if (name === "sessions") {
     for (const session of value) takeSession(session);
   } else if (name === "log") {
-    state.logs.set(value.node, [...(state.logs.get(value.node) ?? []), ...value.lines].slice(-LOG_LINES));
+    const lines = [...(state.logs.get(value.node) ?? []), ...value.lines].slice(-LOG_LINES);
+    state.logs.delete(value.node); // the first is the one that was longest unheard
+    state.logs.set(value.node, lines);
+    if (state.logs.size > LOG_NODES) state.logs.delete(state.logs.keys().next().value);
   } else {
     state.cluster[name] = value;
     if (name === "tracker") forget();

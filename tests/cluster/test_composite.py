@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
+from shardline.wire.spans import Span
 from tests.support.api_cluster import until
 from tests.support.cluster import Stream
 from tests.support.upstreams import (
@@ -184,6 +185,21 @@ async def test_fields_that_the_operator_vouches_for(tmp_path: Path) -> None:
         assert (await cluster.chat(top_k=5)).status_code == 200
         assert stub.asked[-1].body["top_k"] == 5
         assert (await cluster.chat(min_p=0.1)).json()["error"]["param"] == "min_p"
+
+
+async def test_a_span_of_a_session_says_where_it_was(tmp_path: Path) -> None:
+    given: list[Span] = []
+    async with stub_cluster(tmp_path, spans=given.append) as (cluster, _):
+        session = (await cluster.chat()).headers["shardline-route-session"]
+        await cluster.until_free()
+        (hop,) = (await cluster.record(session))["route"]["hops"]
+
+        async def told() -> bool:
+            return bool(given)
+
+        await until(told)
+    assert (given[0].name, given[0].attributes["shardline.node"]) == ("session", hop["node"])
+    assert given[0].attributes["shardline.route"]
 
 
 async def test_what_the_upstream_refuses_keeps_its_status(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from shardline.errors import ShardlineError
+from shardline.telemetry.log_tail import printable
 from shardline.transport.failures import HttpFailure
-from shardline.wire.messages import LOG_CHARS, LOG_LINES, LogLine, LogLines
+from shardline.wire.messages import LOG_LINES, LogLine, LogLines
 
 FRESH_S = 1.0
 """No Node is asked again before."""
@@ -146,6 +147,5 @@ class NodeLogs:
 
 def _shown(line: LogLine, n: int) -> ShownLine:
     """A line of a Node that may be anybody's: short, printable, of a level that there is."""
-    text = "".join(c if c.isprintable() else " " for c in line.text[:LOG_CHARS])
     moment = line.time if math.isfinite(line.time) and 0 <= line.time < 1e11 else 0.0
-    return ShownLine(n=n, time=moment, level=line.level if line.level in _LEVELS else "info", text=text)
+    return ShownLine(n=n, time=moment, level=line.level if line.level in _LEVELS else "info", text=printable(line.text))

@@ -21,6 +21,7 @@ from shardline.options import LogReader
 from shardline.settings import Settings
 from shardline.transport.bodies import read_json, send_body, send_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary
+from shardline.transport.spans import note
 from shardline.wire.messages import Beats, NodeInfo, OpenSession
 
 log = structlog.get_logger(__name__)
@@ -48,6 +49,7 @@ def composite_app(
         ticket = gate.admit(request, ticket_key=ticket_key(), shard=host.description, now=time.time(), composite=True)
         stream = host.open(ticket, request)
         log.info("session_opened", route=ticket.route, kv_tokens=ticket.kv_tokens)
+        note(route=ticket.route, node=identity.node_id)
         key = bytes.fromhex(request.key)
         del request  # the prompt is with the upstream now
         await hold_stream(stream, lambda: host.close(key), receive, send)

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 import shardline
 from shardline.node.host import ShardHost
 from shardline.settings import PROTOCOL, Settings
+from shardline.telemetry.log_tail import printable
 from shardline.wire.messages import EngineInfo, KvInfo, NodeInfo, NodeLimits, NodeProof, Nonce, ShardInfo
 from shardline.wire.tickets import node_id_of, public_bytes, sign
 
@@ -121,9 +122,7 @@ def node_info(
 
 def brief(text: str | None) -> str | None:
     """What an engine or a library said, in one short printable line: the Tracker takes no other."""
-    if text is None:
-        return None
-    return "".join(c if c.isprintable() else " " for c in text[:_WORDS_CHARS])
+    return None if text is None else printable(text, _WORDS_CHARS)
 
 
 def _unloaded(planned: Planned) -> EngineInfo:

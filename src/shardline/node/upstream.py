@@ -19,8 +19,9 @@ import msgspec
 import structlog
 
 from shardline.errors import ShardlineError, first_of
-from shardline.node.upstream_answer import Event, UpstreamAnswer, printable, words_of
+from shardline.node.upstream_answer import Event, UpstreamAnswer, words_of
 from shardline.settings import Settings
+from shardline.telemetry.log_tail import printable
 from shardline.transport.addresses import split_url
 from shardline.transport.failures import ConnectFailed, HttpFailure, OwnLack, TimedOut
 from shardline.transport.http_client import HttpClient

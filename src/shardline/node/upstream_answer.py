@@ -12,6 +12,7 @@ from typing import Any, get_args
 import msgspec
 
 from shardline.errors import ShardlineError
+from shardline.telemetry.log_tail import printable
 from shardline.wire.composite import Answered, CallPiece, EndReason, Taken, Text, UpstreamUsage
 
 _REASONS: dict[str, EndReason] = {reason: reason for reason in get_args(EndReason)} | {"function_call": "tool_calls"}
@@ -203,7 +204,3 @@ def words_of(body: bytes) -> str:
         if isinstance(said, dict):
             said = said.get("error", said.get("message", said.get("detail")))
     return printable(said, _WORDS_CHARS) if isinstance(said, str) and said else "no reason given"
-
-
-def printable(text: str, limit: int) -> str:
-    return "".join(c if c.isprintable() else " " for c in text[:limit])

@@ -60,9 +60,9 @@ class LogTail(logging.Handler):
         return LogLines(boot=self._boot, lines=lines)
 
 
-def printable(text: str) -> str:
-    """One line, of at most `LOG_CHARS` characters that move no cursor and hide nothing."""
-    return "".join(c if c.isprintable() else " " for c in text[:LOG_CHARS])
+def printable(text: str, limit: int = LOG_CHARS) -> str:
+    """One line, of at most `limit` characters that move no cursor and hide nothing."""
+    return "".join(c if c.isprintable() else " " for c in text[:limit])
 
 
 def in_one_line(logger: Any, method: str, event: MutableMapping[str, Any]) -> str:

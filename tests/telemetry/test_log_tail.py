@@ -82,7 +82,12 @@ def test_what_a_worker_prints_of_an_exception_is_its_type_too(tail: LogTail) -> 
         "GGML_ASSERT(n > 0) failed",
     ):
         log.info("worker_said", line=line)
-    place, theirs, ours, abort = texts(tail)
+    log.warning("prefix_not_reused", reason="the engine failed: ValueError: my diary")
+    log.error("task_failed", exc_info=ShardlineError("engine_error", "the engine failed: ValueError: my diary"))
+    *lines, quoted, raised = texts(tail)
+    place, theirs, ours, abort = lines
+    for line in (quoted, raised):
+        assert "the engine failed: ValueError" in line and "diary" not in line
     assert "diary" not in theirs + ours and "SecurityError: [not told]" in theirs and "ValueError" in ours
     assert "line 5" in place and "GGML_ASSERT(n > 0) failed" in abort
 

@@ -25,8 +25,8 @@ from shardline.wire.messages import LOG_CHARS, LOG_LINES, LogLine, LogLines
 
 _ELSEWHERE = frozenset({"timestamp", "level", "role", "exc_info", "stack_info"})
 """Keys that are no part of a line's words: it has a time and a level of its own, and its Node has a role."""
-_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception)): .*", re.DOTALL)
-"""The end of a traceback, as an engine worker prints it."""
+_EXCEPTION = re.compile(r"\b([A-Za-z_][\w.]*(?:Error|Exception)): .*", re.DOTALL)
+"""An exception with its words, as an engine worker prints it, or an error of ours quotes it."""
 _UNTOLD = "[not told]"
 
 
@@ -81,10 +81,7 @@ def tail_formatter(foreign: list[Any]) -> logging.Formatter:
 
 
 def _value(value: Any) -> str:
-    text = str(value)
-    printed = _EXCEPTION.fullmatch(text)
-    if printed is not None:
-        text = f"{printed[1]}: {_UNTOLD}"
+    text = _without_words(str(value))
     return text if text and not any(c.isspace() for c in text) else f'"{text}"'
 
 
@@ -96,5 +93,9 @@ def _raised(given: Any) -> str | None:
         return None
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {'/'.join(PurePath(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else ""
-    ours = f": {error.message}" if isinstance(error, ShardlineError) else ""
+    ours = f": {_without_words(error.message)}" if isinstance(error, ShardlineError) else ""
     return f'"{type(error).__name__}{place}{ours}"'
+
+
+def _without_words(text: str) -> str:
+    return _EXCEPTION.sub(rf"\1: {_UNTOLD}", text[:LOG_CHARS])

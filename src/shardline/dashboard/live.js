@@ -17,13 +17,13 @@ export function authorised(headers = {}) {
   return key() ? { ...headers, authorization: `Bearer ${key()}` } : headers;
 }
 
-/** Take another key, or none, and connect anew. */
 /** Ends a session; also while the page goes away. */
 export function cancelSession(id) {
   const url = `v1/route-sessions/${encodeURIComponent(id)}`;
   return fetch(url, { method: "DELETE", headers: authorised(), keepalive: true }).catch(() => {});
 }
 
+/** Take another key, or none, and connect anew. */
 export function useKey(value) {
   if (value) sessionStorage.setItem(KEY, value);
   else sessionStorage.removeItem(KEY);

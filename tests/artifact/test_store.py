@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import tracemalloc
@@ -322,6 +324,23 @@ def test_claims_are_given_once(tmp_path: Path) -> None:
     assert claims.take(0, 9) == 2
     claims.close()
     assert claims.take(0, 9) == 9
+    claims.close()
+
+
+def test_a_claim_that_the_system_fails_leaves_nothing_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody of this process, nor of another, would fetch these pieces any more."""
+    claims, lockf = Claims(tmp_path / "claims"), fcntl.lockf
+
+    def failing(handle: int, kind: int, length: int, start: int) -> None:
+        if kind != fcntl.LOCK_UN and start == 3:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        lockf(handle, kind, length, start)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "lockf", failing)
+        with pytest.raises(OSError, match="locks"):
+            claims.take(0, 6)
+    assert claims.take(0, 6) == 6
     claims.close()
 
 

@@ -31,3 +31,11 @@ def test_whoever_has_many_names_costs_no_more_memory_than_this() -> None:
         bans.ban(f"n-{number}", float(number))
     assert len(bans.names(0.0)) == NAMES_LIMIT
     assert bans.holds(f"n-{NAMES_LIMIT + 49}", NAMES_LIMIT + 50.0) and not bans.holds("n-0", 60.0)
+
+
+def test_a_new_ban_holds_though_all_others_are_longer() -> None:
+    bans = Bans()
+    for now in (0.0, FIRST_S):
+        for number in range(NAMES_LIMIT):
+            bans.ban(f"n-{number}", now)
+    assert bans.ban("n-new", FIRST_S) and bans.holds("n-new", FIRST_S + 1)

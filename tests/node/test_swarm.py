@@ -200,6 +200,28 @@ async def test_taken_away_in_the_middle_of_a_fetch_it_writes_nothing_more(
         assert is_the_model(two, model)
 
 
+async def test_taken_twice_at_once_and_put_again_it_is_let_go_once_and_begins_anew(
+    model: Path, bundle: Bundle, tmp_path: Path
+) -> None:
+    named = Named()
+    async with (
+        member(named, "n-one", bundle, tmp_path, model=model) as one,
+        member(named, "n-two", bundle, tmp_path) as two,
+    ):
+        await connected(two)
+        process = one.swarm.pid
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(one.swarm.take(one.artifact.content_id))
+            await asyncio.sleep(0)
+            second = tasks.create_task(one.swarm.take(one.artifact.content_id))
+            await asyncio.sleep(0)
+            assert not second.done(), "it is still read"
+            one.swarm.put(one.artifact)
+        await fetched(two, everything(two))
+        assert is_the_model(two, model)
+        assert one.swarm.pid == process, "it was let go in time"
+
+
 async def test_who_lies_is_banned_and_named_and_the_fetch_completes(
     model: Path, bundle: Bundle, tmp_path: Path
 ) -> None:

@@ -93,7 +93,8 @@ class Claims:
         self._guard = threading.Lock()
 
     def take(self, first: int, end: int) -> int:
-        """Claim [first, end) from the front; the end of what was claimed, `first` where the first one is taken."""
+        """Claim [first, end) from the front; the end of what was claimed, `first` where the first one is taken.
+        OSError, and nothing is claimed, where the system does not say."""
         with self._guard:
             if self._handle < 0:
                 self._handle = _open(self._path)
@@ -105,6 +106,7 @@ class Claims:
                 except OSError as error:
                     if error.errno in _TAKEN:
                         return number
+                    self._free(first, number)
                     raise
                 self._held.add(number)
             return end
@@ -126,9 +128,12 @@ class Claims:
     def give(self, first: int, end: int) -> None:
         """Free [first, end)."""
         with self._guard:
-            self._held.difference_update(range(first, end))
-            if self._handle >= 0 and end > first:
-                fcntl.lockf(self._handle, fcntl.LOCK_UN, end - first, first)
+            self._free(first, end)
+
+    def _free(self, first: int, end: int) -> None:
+        self._held.difference_update(range(first, end))
+        if self._handle >= 0 and end > first:
+            fcntl.lockf(self._handle, fcntl.LOCK_UN, end - first, first)
 
     def close(self) -> None:
         """Free all. Idempotent."""

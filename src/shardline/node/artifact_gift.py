@@ -51,20 +51,21 @@ async def give_own_file(
     with ExitStack() as stack:
         try:
             artifact = await _described(options, facts, tracker, epoch, stack)
+            swarm = Swarm(
+                options.settings,
+                options.host,
+                partial(tracker.sources, node=identity.node_id),
+                environment=options.environment,
+                tls=tls,
+                upload_pace=door.pace,
+            )
+            swarm.put(artifact)
         except ShardlineError as error:
             log.warning("own_file_not_given", content_id=facts.content_id, reason=error.message)
             return
         log.info("own_file_given", content_id=facts.content_id, name=artifact.bundle.manifest.name)
+        # Last: what the door has is closed by nobody before the Node's end.
         door.put(artifact)
-        swarm = Swarm(
-            options.settings,
-            options.host,
-            partial(tracker.sources, node=identity.node_id),
-            environment=options.environment,
-            tls=tls,
-            upload_pace=door.pace,
-        )
-        swarm.put(artifact)
         advertiser = Advertiser(
             identity=identity,
             tracker=tracker,

@@ -29,7 +29,7 @@ class Bans:
         self._until[name] = now + min(LONGEST_S, FIRST_S * GROWTH ** min(count, 8))
         self._counts[name] = count + 1
         while len(self._counts) > NAMES_LIMIT:
-            first = min(self._until, key=self._until.__getitem__)
+            first = min((other for other in self._until if other != name), key=self._until.__getitem__)
             del self._until[first], self._counts[first]
         return True
 

@@ -85,7 +85,8 @@ class Swarm:
         self._news = asyncio.Event()
 
     def put(self, artifact: StoredArtifact) -> None:
-        """Give its pieces away from now on, and let fetches ask for it. Who opened it closes it, after `take`."""
+        """Give its pieces away from now on, and let fetches ask for it. Who opened it closes it, after `take`.
+        Errors: those of `torrent_of`."""
         if self.off is None and artifact.content_id not in self._torrents:
             torrent = SwarmTorrent(artifact, torrent_of(artifact), self._bans, self._on_banned)
             self._torrents[artifact.content_id] = torrent
@@ -94,18 +95,21 @@ class Swarm:
     async def take(self, content_id: str) -> None:
         """When this returns, nothing of it is read or written any more. Idempotent."""
         torrent = self._torrents.pop(content_id, None)
-        if torrent is None:
-            return
         why = "it was taken away"
         process = self._process
-        if process is not None and content_id in self._begun:
+        if torrent is not None and process is not None and content_id in self._begun:
             self._begun.discard(content_id)
             torrent.leave(why)
             try:
                 await self._removed(process, content_id)
             finally:
                 torrent.lost(why)
-        torrent.lost(why)
+            return
+        if torrent is not None:
+            torrent.lost(why)
+        if (removed := self._removing.get(content_id)) is not None:
+            # Of the one that was there before, or of another caller.
+            await removed.wait()
 
     async def _removed(self, process: TorrentProcess, content_id: str) -> None:
         """The process has neither the torrent nor its files any more; one that does not say so has ended."""
@@ -120,6 +124,7 @@ class Swarm:
             process.kill()
             raise
         finally:
+            removed.set()
             self._removing.pop(content_id, None)
 
     def source(self, content_id: str) -> SwarmTorrent | None:
@@ -228,7 +233,7 @@ class Swarm:
                 continue
             if content_id in self._begun:
                 torrent.follow(state)
-            else:
+            elif content_id not in self._removing:
                 self._begun.add(content_id)
                 torrent.begin(process.send, process.kill, state)
         self._allow(process)

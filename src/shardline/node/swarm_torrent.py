@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import structlog
 
-from shardline.artifact.bundle import TORRENT_NAME
+from shardline.artifact.bundle import TORRENT_NAME, read_bundle_file
 from shardline.artifact.sources import SourceProgress
 from shardline.artifact.store import StoredArtifact
+from shardline.artifact.torrent import TORRENT_BYTES_LIMIT
 from shardline.errors import ShardlineError
 from shardline.node.bans import Bans
 from shardline.transport.addresses import host_port
@@ -404,8 +405,9 @@ class SwarmTorrent:
 
 
 def torrent_of(artifact: StoredArtifact) -> bytes:
-    """Its torrent, as the bundle in the store has it: it was checked when the artifact was opened. Blocking."""
-    return (artifact.bundle.folder / TORRENT_NAME).read_bytes()
+    """Its torrent, as the bundle in the store has it: it was checked when the artifact was opened. Blocking.
+    `artifact_invalid` where it is gone by now."""
+    return read_bundle_file(artifact.bundle, TORRENT_NAME, TORRENT_BYTES_LIMIT)
 
 
 def _failed(why: str) -> ShardlineError:

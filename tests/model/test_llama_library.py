@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,19 @@ except ShardlineError as error:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     last = said.stdout.splitlines()[-1]
     assert last.startswith("engine_unavailable | ") and "not installed" in last and "shardline[llama]" in last
+
+
+def test_a_library_that_is_refused_was_given_no_function_to_call():
+    """It stays loaded, and shares its parts with the one that is taken."""
+    structs = library().structs
+    libraries = llama_library.open_libraries(Path(str(structs._lib._name)))
+    get = llama_library.declare(libraries, "llama_log_get", (None, (ctypes.c_void_p, ctypes.c_void_p)))
+    before, after, user = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    get(ctypes.addressof(before), ctypes.addressof(user))
+    with pytest.raises(ShardlineError, match="not the layout expected"):
+        llama_library.checked(libraries, structs, library().version, model_defaults={"split_mode": 7})
+    get(ctypes.addressof(after), ctypes.addressof(user))
+    assert before.value == after.value is not None
 
 
 def test_a_struct_that_reads_otherwise_is_refused():

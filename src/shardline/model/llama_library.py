@@ -252,13 +252,15 @@ def checked(
     """
     log = Log(sys.stderr.write)
     c: Any = _Functions(libraries, structs, _FUNCTIONS | dict(functions or {}))
-    declare(libraries, "llama_log_set", (None, (c_void_p, c_void_p)))(log.callback, None)
+    take_log = declare(libraries, "llama_log_set", (None, (c_void_p, c_void_p)))
     check_layout(
         _filled(libraries, "llama_model_default_params", structs.llama_model_params),
         _MODEL_DEFAULTS | dict(model_defaults or {}),
     )
     check_layout(_filled(libraries, "llama_context_default_params", structs.llama_context_params), _CONTEXT_DEFAULTS)
     check_commit(c.ggml_commit().decode(), VERSIONS[version])
+    # Only now: a library that is refused stays loaded, and would call a function that is gone.
+    take_log(log.callback, None)
     c.llama_backend_init()
     return LlamaLibrary(c, structs, version, VERSIONS[version], log)
 

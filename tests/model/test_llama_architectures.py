@@ -224,7 +224,7 @@ def test_sparse_attention_has_one_session_at_a_time(tmp_path, monkeypatch):
         route.close()
     for prefill, decode in answers[1:]:
         assert np.array_equal(prefill, answers[0][0]) and np.array_equal(decode, answers[0][1])
-    monkeypatch.setattr(llama_shard._Making, "_sessions", lambda making: 2)
+    monkeypatch.setattr(llama_shard.Making, "_sessions", lambda making: 2)
     dense = TinyRoute(model, tmp_path, sessions=None)
     dense.open(0)
     assert np.abs(dense.run([(0, 0, tuple(range(5, 45)))]) - answers[0][0]).max() > 1e-3

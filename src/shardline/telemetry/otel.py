@@ -34,8 +34,8 @@ class Exporter:
     def __init__(self, endpoint: str, headers: Mapping[str, str], resource: Mapping[str, str]) -> None:
         self._resource = Resource(dict(resource))
         self._scope = InstrumentationScope("shardline")
-        exporter = OTLPSpanExporter(endpoint=endpoint, headers=dict(headers), timeout=POST_S)
-        self._processor = BatchSpanProcessor(exporter, max_queue_size=QUEUE, schedule_delay_millis=DELAY_MS)
+        self._sending = OTLPSpanExporter(endpoint=endpoint, headers=dict(headers), timeout=POST_S)
+        self._processor = BatchSpanProcessor(self._sending, max_queue_size=QUEUE, schedule_delay_millis=DELAY_MS)
 
     def __call__(self, span: Span) -> None:
         """Take a span; returns at once, whatever the collector does."""
@@ -55,10 +55,13 @@ class Exporter:
         )
 
     def close(self) -> None:
-        """Send what waits, for at most `CLOSE_S`."""
+        """Send what waits, for at most `CLOSE_S`; what is not sent by then is dropped, and nothing tries again."""
         ending = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
         ending.start()
         ending.join(CLOSE_S)
+        if ending.is_alive():
+            self._sending.shutdown()
+            ending.join(CLOSE_S)
 
 
 def _context(place: Place, *, remote: bool) -> SpanContext:

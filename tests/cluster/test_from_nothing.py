@@ -224,6 +224,7 @@ async def test_a_seeder_names_the_file_that_is_missing(tmp_path: Path) -> None:
         assert found.facts["held"] == found.facts["total"]
 
 
+@pytest.mark.long
 @pytest.mark.torch
 async def test_pytorch_from_the_same_pieces(tmp_path: Path) -> None:
     async with plane(tmp_path, demo_model()) as cluster:

@@ -227,6 +227,7 @@ async def test_a_publisher_with_another_key(tmp_path: Path) -> None:
             assert await ended(refused) == "artifact_untrusted"
 
 
+@pytest.mark.long
 async def test_a_split_model_with_a_name_of_many_kinds_of_letters(tmp_path: Path) -> None:
     """Blanks, brackets, letters of several scripts: from nothing to the answer of the one file."""
     parts = split_model(demo_model(), tmp_path / "made", "Größe 1 – модель (二)", 3)

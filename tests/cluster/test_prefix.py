@@ -180,6 +180,7 @@ async def test_a_request_can_do_without(tmp_path: Path) -> None:
         check_reuse(await completed(cluster, tokens(100)), 96)
 
 
+@pytest.mark.long
 async def test_a_thousand_sessions_in_little_room(tmp_path: Path) -> None:
     """Sixteen clients, prompts that begin alike, room for about four. Each engine refuses what does not fit;
     every answer is right, and at the end every Node holds what it says and nothing else."""

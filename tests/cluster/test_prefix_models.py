@@ -20,7 +20,7 @@ ROUTES = [
     pytest.param(
         (engine, layers),
         id=f"{engine}-{len(layers)}",
-        marks=[getattr(pytest.mark, engine), *([pytest.mark.long] if layers == THREE else [])],
+        marks=[getattr(pytest.mark, engine), *([] if (engine, layers) == ("llama", TWO) else [pytest.mark.long])],
     )
     for engine in ("torch", "llama")
     for layers in (TWO, THREE)

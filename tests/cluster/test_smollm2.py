@@ -137,14 +137,14 @@ async def check_answers(cluster: Cluster, reference: Reference, *alone: list[int
     await cluster.until_free()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [["0:30"], ["0:10", "10:20", "20:30"]], ids=["1", "3"])
-@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)], ids=["short", "and 1,500 tokens"])
 async def test_greedy_answers_are_those_of_transformers(
-    tmp_path: Path, model_file: Path, reference: Reference, layers: list[str], many: bool
+    tmp_path: Path, model_file: Path, reference: Reference, layers: list[str]
 ) -> None:
-    alone = [reference.tokenize(CHAT), *([long_prompt(reference)] if many else [])]
+    """In one process, without HTTP: tests/model/test_torch_smollm2.py."""
     async with model_cluster(tmp_path, model_file, layers=layers) as cluster:
-        await check_answers(cluster, reference, *alone)
+        await check_answers(cluster, reference, reference.tokenize(CHAT), long_prompt(reference))
 
 
 async def test_greedy_answers_of_two_nodes_are_those_of_transformers(two_nodes: Cluster, reference: Reference) -> None:

@@ -29,7 +29,10 @@ ASKED = [{"role": "user", "content": "Describe a person named Alice, as JSON."}]
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("torch", marks=pytest.mark.torch), pytest.param("llama", marks=pytest.mark.llama)],
+    params=[
+        pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.long]),
+        pytest.param("llama", marks=pytest.mark.llama),
+    ],
 )
 async def two_nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     from shardline.cli.demo_model import demo_model

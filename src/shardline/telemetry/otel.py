@@ -60,7 +60,7 @@ class Exporter:
         ending.start()
         ending.join(CLOSE_S)
         if ending.is_alive():
-            self._sending.shutdown()
+            self._sending.shutdown()  # type: ignore[no-untyped-call]
             ending.join(CLOSE_S)
 
 

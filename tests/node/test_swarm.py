@@ -185,6 +185,7 @@ async def test_taken_away_in_the_middle_of_a_fetch_it_writes_nothing_more(
         member(named, "n-one", bundle, tmp_path, model=model, settings=Settings(upload_bytes_per_s=2 << 20)),
         member(named, "n-two", bundle, tmp_path) as two,
     ):
+        await connected(two)
         source = two.swarm.source(two.artifact.content_id)
         assert source is not None
         running = asyncio.create_task(fetched(two, everything(two), stall_s=1.0))
@@ -339,6 +340,7 @@ async def test_the_process_dies_and_the_fetch_goes_on(model: Path, bundle: Bundl
         member(named, "n-one", bundle, tmp_path, model=model, settings=slow),
         member(named, "n-two", bundle, tmp_path) as two,
     ):
+        await connected(two)
         source = two.swarm.source(two.artifact.content_id)
         assert source is not None
         async with asyncio.TaskGroup() as group:

@@ -11,6 +11,8 @@ BIN := .venv/bin
 export TORCH_INDEX ?=
 # From where pip takes llama-cpp-python ready-made; empty: it is compiled, once.
 export LLAMA_INDEX ?=
+# What the set-up tells people to type again.
+export GOALS := $(MAKECMDGOALS)
 # Tests start some thousand Pythons: what each has compiled is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -81,12 +83,11 @@ upstream-check: python ## What another llama-cpp-python changes: make upstream-c
 	@nice -n 10 $(BIN)/python -m upstream.check $(VERSION) $(ARGS)
 
 docs: python ## Generate the reference pages anew (settings, errors, commands, protocol example)
-	@$(PYTHON) scripts/prepare.py bench
+	@$(PYTHON) scripts/prepare.py docs
 	@$(BIN)/python scripts/reference.py
 
-site: python ## The documentation as a site, in build/site: strict, and with nothing from other hosts
-	@$(PYTHON) scripts/prepare.py bench
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group docs
+site: python ## The documentation as a site, in build/site: strict, with nothing from other hosts (installs MkDocs only)
+	@$(PYTHON) scripts/prepare.py site
 	@$(BIN)/python scripts/site.py
 
 clean: ## Remove .venv and all caches

@@ -39,6 +39,7 @@ WHEELS = Path(
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline" / "wheels"
 )
 NEEDED_BYTES = 3 << 30
+SMALL = ("docs", "site")  # goals without a model and an engine
 QUIET_S = 15  # without a terminal: a sign of life this often
 
 # What pip's last words mean to a person. First match wins.
@@ -292,6 +293,13 @@ def steps(goal):
     if os.environ.get("TORCH_INDEX"):
         torch += ["--index-url", os.environ["TORCH_INDEX"]]
     yield "pip", PIP, ["--upgrade", PIP]
+    if goal == "site":
+        yield "the tools of the site", project, ["--group", "docs"]
+        return
+    if goal == "docs":
+        # What the pages are generated from is imported, and nothing is computed: no engine.
+        yield "shardline", project, ["--editable", "."]
+        return
     if goal != "demo":
         # Before all that needs it, and alone: the choice between a CPU and a CUDA build must not hang on what else is
         # resolved.
@@ -389,14 +397,15 @@ def install(goal):
     if PYTHON.exists() and not todo:
         return
     fresh = any(name == TORCH for name, _, _ in todo)
-    if not PYTHON.exists():
+    if not PYTHON.exists() and goal not in SMALL:
         check_disk()
     total = len(todo) + 1
     say("Setting up %s with %s (once; later starts skip it)." % (VENV, sys.executable))
     make_venv("[1/%d] virtual environment" % total)
     if fresh and sys.platform == "linux" and not os.environ.get("TORCH_INDEX"):
         say("Note: the ordinary index brings torch for Linux with CUDA, several GB. For CPU only, about 200 MB:")
-        say("      make %s TORCH_INDEX=https://download.pytorch.org/whl/cpu" % goal)
+        typed = os.environ.get("GOALS") or goal
+        say("      make %s TORCH_INDEX=https://download.pytorch.org/whl/cpu" % typed)
     for number, (name, key, how) in enumerate(todo, 2):
         title = "[%d/%d] %s" % (number, total, name)
         if callable(how):
@@ -407,8 +416,8 @@ def install(goal):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Make .venv ready for `make demo`, `make bench` or `make test`.")
-    parser.add_argument("goal", choices=("demo", "bench", "test"))
+    parser = argparse.ArgumentParser(description="Make .venv ready for what `make` is asked for.")
+    parser.add_argument("goal", choices=("demo", "bench", "test", *SMALL))
     parser.add_argument("--port", type=int, default=0, help="of the demo, looked at before anything else")
     given = parser.parse_args()
     try:

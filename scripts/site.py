@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -38,12 +39,23 @@ def elsewhere(html: str) -> list[str]:
     return page.elsewhere
 
 
+def without_worker(search: Path) -> None:
+    """Make the index a script: pages that were opened as files may load scripts, but start no worker and read no JSON.
+    scripts/site_theme/search/main.js loads it. `search`: that folder of the site."""
+    index = search / "search_index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    (search / "search_index.js").write_text(f"window.searchIndex = {json.dumps(content)};\n", encoding="utf-8")
+    index.unlink()
+    (search / "worker.js").unlink()
+
+
 def build(folder: Path) -> int:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)], cwd=ROOT
     )
     if done.returncode:
         return done.returncode
+    without_worker(folder / "search")
     faults = [
         f"{path.relative_to(folder)}: {found}"
         for path in sorted(folder.rglob("*.html"))

@@ -130,7 +130,8 @@ CATALOGUE: dict[str, Fault] = {
         400,
         INVALID,
         False,
-        "Bind to loopback, or use HTTPS: tracker --listen, --join, gateway --tls-cert. Else --insecure-plain-http.",
+        "Bind to loopback, or use HTTPS: serve and tracker --listen, node --join, serve and gateway --tls-cert with "
+        "--tls-key. Else --insecure-plain-http.",
     ),
     "engine_unavailable": Fault(
         400, INVALID, False, "Install the extra of this engine: pip install 'shardline[torch]'."
@@ -166,6 +167,12 @@ CATALOGUE: dict[str, Fault] = {
 RETURNING = "Wait as Retry-After says, then send it again: a Node is loading these layers."
 """Advice of `model_unavailable` where nobody need start anything."""
 ONE_ENGINE = "Start Nodes for the missing layers of one engine class (node --engine): Nodes of others do not help it."
+A_KEY = (
+    "Send a key of this Gateway as 'Authorization: Bearer …': one of its --api-keys FILE, or a new one, which is made "
+    "on its machine: shardline keys add NAME"
+)
+"""Of `unauthorized`, where clients ask a Gateway."""
+
 """The same where Nodes of several engine classes have parts of the model."""
 
 

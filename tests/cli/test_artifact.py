@@ -81,6 +81,12 @@ def test_what_is_not_signed_and_what_another_signed(tmp_path: Path, key: Path) -
         assert "Without" in refused.value.advice and "--allow-unsigned" not in refused.value.advice
 
 
+def test_a_folder_made_here_is_named_as_seen_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = big_gguf(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run("create", model.name).stdout.startswith("llama-8.artifact: llama-8.gguf\n")
+
+
 def test_an_artifact_is_never_replaced(tmp_path: Path) -> None:
     model = big_gguf(tmp_path)
     run("create", model)

@@ -106,6 +106,15 @@ def test_a_conversation_goes_on_and_can_be_forgotten(stage, event: dict[str, Any
     assert [[m["content"] for m in messages] for messages in asked] == [["one"], ["one", "Hello", "two"], ["three"]]
 
 
+def test_commands_of_a_conversation_are_not_sent(stage, event: dict[str, Any]) -> None:
+    answering(stage, event)
+    typed = "/help\n/hepl\n/etc/hosts, what is it?\n /hepl\n/exit\n"
+    done = CliRunner().invoke(cli, ["chat", "--gateway", stage.url], input=typed)
+    asked = [json.loads(body)["messages"][-1]["content"] for what, _, body in stage.asked if what.startswith("POST")]
+    assert asked == ["/etc/hosts, what is it?", "/hepl"]
+    assert done.stderr.count("/new forgets the conversation") == 3 and "/hepl is no command" in done.stderr
+
+
 def test_a_failed_answer_is_told_and_the_question_taken_back(stage, event: dict[str, Any]) -> None:
     stage.json("GET /v1/models", MODELS)
     failure = ShardlineError("node_lost", "Node n-1 is gone", node="n-1")
@@ -149,6 +158,14 @@ def test_no_model_yet(stage) -> None:
     with pytest.raises(ShardlineError) as raised:
         first_model(Endpoint("Gateway", stage.url, ""))
     assert raised.value.code == "model_unavailable"
+
+
+def test_no_model_yet_in_a_cluster_with_keys(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Node gets into it by a line only."""
+    stage.json("GET /v1/models", {"data": []})
+    monkeypatch.setenv("SHARDLINE_TRACKER", "https://127.0.0.1:9")
+    done = CliRunner().invoke(cli, ["chat", "--gateway", stage.url, "-m", "hi"])
+    assert isinstance(done.exception, ShardlineError) and "shardline invite" in done.exception.advice
 
 
 def test_json_needs_a_message() -> None:

@@ -43,7 +43,7 @@ def test_what_fails_ends_with_1_and_names_the_fix(tmp_path: Path, monkeypatch: p
     with pytest.raises(SystemExit) as ended:
         main(["--state-dir", str(tmp_path), "doctor", "--json"])
     assert ended.value.code == 1
-    assert line.startswith("FAILED") and "cut short" in line and "shardline[llama]" in ran.stdout
+    assert line.startswith("FAILED") and "cut short" in line and "-m pip install -e" in ran.stdout
 
 
 def test_lines_for_people() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardline.cli.cluster import command_words
-from shardline.cli.invocation import Invocation
+from shardline.cli.invocation import Invocation, credential_of
+from shardline.errors import ShardlineError
 
 
 def test_flags_for_other_commands_hold_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +33,12 @@ def test_the_command_is_named_so_that_it_works_in_any_folder(tmp_path: Path, mon
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.chdir(tmp_path)
     assert command_words() == (str(own),)
+
+
+def test_a_credential_of_another_state_folder_is_asked_for_where_the_tracker_runs(stage: Any, tmp_path: Path) -> None:
+    configuration = Invocation(flags={"state_dir": str(tmp_path)}).configuration()
+    stage.json("GET /healthz", {"status": "ok"})
+    for tracker, words in ((stage.url, "another state folder"), ("http://127.0.0.1:9", "start its Tracker first")):
+        with pytest.raises(ShardlineError, match="there is no cluster credential") as caught:
+            credential_of(configuration, tracker=tracker)
+        assert words in caught.value.advice and "--credential-file" in caught.value.advice

@@ -50,7 +50,8 @@ def test_nodes_show_layers_state_and_why(stage) -> None:
     assert [line.split()[2] for line in lines[3:5]] == ["failed", "out"]
     assert lines[6] == "no model yet, no engine yet" and lines[8].startswith("n-7")
     assert lines[-2:] == ["n-9 is failed: no memory", "n-8 is out: reported: node_lost"]
-    assert "shardline node" in nodes_text([])
+    assert "shardline node" in nodes_text([]) and "shardline node" in nodes_text([], tracker="http://127.0.0.1:1")
+    assert "shardline invite" in nodes_text([], tracker="https://192.0.2.10:7070")
     stage.json("GET /v1/nodes", {"nodes": [NODE]})
     shown = CliRunner().invoke(cli, ["nodes", "--tracker", stage.url, "--json"])
     assert json.loads(shown.stdout) == {"nodes": [NODE]}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import email.utils
 import os
 import resource
+import shlex
 import socket
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from shardline.cli.machine_checks import (
     address_finding,
     bittorrent_finding,
     clock_finding,
+    clock_findings,
     container_limit,
     disk_finding,
     engine_findings,
@@ -121,6 +125,8 @@ def test_ports_that_are_taken() -> None:
         )
         held = port_finding(port, "--port", [own])
         assert held.state == "ok" and "up model.gguf" in held.what
+        elsewhere = port_finding(port, "--port", [], joined=True)
+        assert elsewhere.state == "note" and elsewhere.fix.startswith("Nothing, for the Nodes")
     assert port_finding(port, "--port", []).state == "ok"
 
 
@@ -144,6 +150,24 @@ def test_who_answers_no_more_names_no_date(stage) -> None:
     stage.json("GET /healthz", {"status": "ok"})
     assert email.utils.parsedate_to_datetime(tracker_date(stage.url) or "")
     assert tracker_date("http://127.0.0.1:9") is None
+
+
+def test_the_clock_goes_by_the_tracker_that_was_joined(stage) -> None:
+    """Where none runs here; one that does not answer is told, and none is made up."""
+    nobody = "http://127.0.0.1:9"
+    stage.json("GET /healthz", {"status": "ok"})
+    (here,) = clock_findings(stage.url, [nobody], time.time)
+    assert here.state == "ok" and stage.url in here.what
+    joined, silent = clock_findings(nobody, [stage.url, nobody], time.time)
+    assert joined.state == "ok" and stage.url in joined.what
+    assert silent.state == "note" and nobody in silent.what and silent.fix
+    assert [found.what for found in clock_findings(nobody, [], time.time)] == ["no Tracker runs to compare it with"]
+
+
+def test_an_extra_is_installed_from_the_clone_that_runs() -> None:
+    (absent, _) = engine_findings(ABSENT, WORKS)
+    clone = Path(machine_checks.__file__).resolve().parents[3]
+    assert absent.fix.startswith(f"{shlex.quote(sys.executable)} -m pip install") and f"{clone}[llama]" in absent.fix
 
 
 def test_open_files() -> None:

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 
@@ -110,6 +111,30 @@ def test_the_last_word_is_that_it_has_ended(capsys: pytest.CaptureFixture[str]) 
     for supervised in (True, False):
         Announcer("node", supervised=supervised).ended()
     assert capsys.readouterr().out == "node: ended\n"
+
+
+def test_beside_json_logs_announcements_are_json_lines_too(capsys: pytest.CaptureFixture[str]) -> None:
+    announce = Announcer("node", supervised=False, like_logs=True)
+    announce("loading", done=6, total=30)
+    announce("inviting", line="https://192.0.2.10:7070/#t.p")
+    announce.ended()
+    loading, inviting, ended = map(json.loads, capsys.readouterr().out.splitlines())
+    assert loading["says"] == "loading 6/30 layers" and (loading["done"], loading["total"]) == (6, 30)
+    assert {"event": "part_announced", "level": "info", "role": "node"}.items() <= loading.items()
+    assert datetime.fromisoformat(loading["timestamp"]).tzinfo is not None
+    assert inviting["says"].endswith("shardline node --join 'https://192.0.2.10:7070/#t.p'")
+    assert (ended["says"], ended["phase"]) == ("ended", "ended")
+
+
+@pytest.mark.parametrize(("together", "said"), [(True, "True"), (False, "False")])
+def test_one_place_is_told_from_two(together: bool, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from shardline.cli.process import is_one_place; print(is_one_place())"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if together else subprocess.DEVNULL,
+        text=True,
+    )
+    assert done.stdout.strip() == said
 
 
 def test_a_closed_stdout_does_not_end_a_role() -> None:

@@ -15,10 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from shardline.cli.client import Endpoint
+from shardline.cli.main import cli
 from shardline.cli.recognition import part_at
 from shardline.cli.running import FOLDER, RunningCluster, entered, running_clusters
+from shardline.errors import ShardlineError
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -321,6 +324,12 @@ def test_layers_that_do_not_fit_are_refused_before_anything_starts(
     assert words in done.stderr and advice in done.stderr
 
 
+def test_a_gateway_for_others_hears_the_whole_command() -> None:
+    done = CliRunner().invoke(cli, ["serve", "--port", "0", "--tracker-port", "0", "--host", "0.0.0.0"])
+    assert isinstance(done.exception, ShardlineError) and done.exception.code == "insecure_listener"
+    assert "shardline serve --host 0.0.0.0 --tls-cert CERT.pem --tls-key KEY.pem" in done.exception.advice
+
+
 def test_serve_and_nodes_that_join_it(terminal: Terminal) -> None:
     terminal.start("serve", "--port", "0", "--tracker-port", "0", until="Add Nodes")
     node = subprocess.Popen(
@@ -413,6 +422,9 @@ def test_keys_that_are_made_hold_at_once_and_the_commands_of_this_machine_have_t
     }
     assert used["alice"]["requests"] == used["operator"]["requests"] == 1
     assert used["alice"]["completion_tokens"] >= 3
-    terminal.up()
+    assert "asks for keys" not in terminal.out
+    terminal.up("--nodes", "1")
+    assert " and 1 Node for " in terminal.out
+    assert "This Gateway asks for keys" in terminal.out and f"{terminal.state / 'api-keys.json'}\n" in terminal.out
     assert terminal.run("chat", "-m", "hi").stdout == " alpha beta gamma\n"
     assert terminal.end() == 0

@@ -59,6 +59,32 @@ def test_the_demo_needs_no_torch(prepare: ModuleType) -> None:
     assert prepare.TORCH not in names and "shardline[llama]" in names
 
 
+def test_the_site_and_the_pages_need_neither_engine_nor_model(
+    prepare: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [name for name, _, _ in prepare.steps("site")] == ["pip", "the tools of the site"]
+    assert [(name, how) for name, _, how in prepare.steps("docs")][1:] == [("shardline", ["--editable", "."])]
+    prepare.NEEDED_BYTES = 1 << 60
+    monkeypatch.setattr(prepare, "make_venv", lambda title: prepare.PYTHON.parent.mkdir(parents=True))
+    prepare.run = lambda title, argv: None
+    prepare.install("site")
+    assert prepare.is_stamped("the tools of the site", prepare.digest("[project]\n"))
+
+
+def test_what_to_type_again_is_what_was_typed(
+    prepare: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    monkeypatch.setenv("GOALS", "faults")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(prepare, "make_venv", lambda title: prepare.PYTHON.parent.mkdir(parents=True))
+    prepare.NEEDED_BYTES = 0
+    prepare.steps = lambda goal: [(prepare.TORCH, prepare.TORCH, [prepare.TORCH])]
+    prepare.run = lambda title, argv: None
+    prepare.install("test")
+    assert "make faults TORCH_INDEX=" in capsys.readouterr().out
+
+
 class Installer:
     """Stands where pip is: notes what was asked for, and makes the wheel that `pip wheel` would."""
 

@@ -1,10 +1,11 @@
 """The documentation as a whole: every link leads somewhere, every page is on the site, nothing comes from elsewhere.
 
-Needs no MkDocs: the site itself is built by `make site`.
+Needs no MkDocs: the site itself is built by `make site`. Its search runs in a real browser, from files.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from importlib.util import module_from_spec, spec_from_file_location
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import browser as browsers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -67,6 +70,12 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     assert broken(page) == ["gone.md: is not there", "#three: no such heading", "gone.png: is not there"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_anchors_begin_with_a_letter(page: Path) -> None:
+    """The script of the theme that follows the reader takes no others, and fails with the whole page's scripts."""
+    assert not [anchor for anchor in anchors(page) if not anchor[:1].isalpha()]
+
+
 def test_every_page_is_on_the_site_and_every_entry_is_a_page() -> None:
     named = re.findall(r": ([\w./-]+\.(?:md|json))$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(named) == len(set(named))
@@ -95,3 +104,63 @@ def test_what_a_page_would_load_from_elsewhere_is_found() -> None:
     html = """<link rel="canonical" href="https://a.org/"><link rel="stylesheet" href="css/own.css"><a href="https://b.org">
     <script src="//c.org/x.js"></script><img src="pictures/own.png"><link href='https://d.org/f.css' rel=stylesheet>"""
     assert site().elsewhere(html) == ["<script> //c.org/x.js", "<link> https://d.org/f.css"]
+
+
+SEARCHED = {
+    "config": {"separator": "[\\s-]+"},
+    "docs": [
+        {"location": "start.html#here", "title": "Begin <b>here</b>", "text": "The first five minutes."},
+        {"location": "api.html", "title": "The API", "text": "What is honoured."},
+    ],
+}
+# As much of lunr as the search calls.
+LUNR = """
+function lunr(build) {
+  const pages = [];
+  build.call({ ref() {}, field() {}, add(page) { pages.push(page); } });
+  const has = (page, word) => (page.title + page.text).toLowerCase().includes(word);
+  return { search: (words) => pages.filter((page) => has(page, words.trim())).map((page) => ({ ref: page.location })) };
+}
+lunr.tokenizer = {};
+"""
+PAGE = """<!doctype html><script>var base_url = ".";</script><script src="main.js"></script>
+<form><input id="mkdocs-search-query"></form><div id="mkdocs-search-results" data-no-results-text="Nothing."></div>"""
+
+
+@pytest.mark.skipif(not browsers.is_there(), reason=browsers.WHY_NOT)
+async def test_the_search_works_in_pages_that_are_opened_as_files(tmp_path: Path) -> None:
+    search = tmp_path / "search"
+    search.mkdir()
+    (search / "search_index.json").write_text(json.dumps(SEARCHED))
+    (search / "worker.js").write_text("")
+    site().without_worker(search)
+    assert [path.name for path in search.iterdir()] == ["search_index.js"]
+    theme = ROOT / "scripts" / "site_theme"
+    (tmp_path / "main.js").write_bytes((theme / "search" / "main.js").read_bytes())
+    (tmp_path / "index.html").write_text(PAGE)
+    results = "#mkdocs-search-results"
+    async with browsers.chromium() as browser:
+        page = await browser.new_page()
+        faults: list[str] = []
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        await page.goto((tmp_path / "index.html").as_uri())
+        await page.fill("#mkdocs-search-query", "minutes")
+        await page.wait_for_selector(f"{results} >> text=The search does not work: search/lunr.js was not loaded")
+        (search / "lunr.js").write_text(LUNR)
+        await page.fill("#mkdocs-search-query", "minutes:")
+        await page.wait_for_selector(f"{results} h3")
+        link = page.locator(f"{results} a")
+        assert (await link.inner_text(), await link.get_attribute("href")) == (
+            "Begin <b>here</b>",
+            "./start.html#here",
+        )
+        await page.fill("#mkdocs-search-query", "nowhere")
+        await page.wait_for_selector(f"{results} >> text=Nothing.")
+        assert faults == []
+
+
+def test_what_the_theme_switches_is_there() -> None:
+    """Its script for dark pages fails where one of these is not."""
+    assert "custom_dir: scripts/site_theme" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    page = (ROOT / "scripts" / "site_theme" / "main.html").read_text(encoding="utf-8")
+    assert all(f'<style id="hljs-{mode}">' in page for mode in ("light", "dark"))

@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.errors import ShardlineError
+from shardline.gateway.anthropic_requests import MessagesBody
 from shardline.gateway.json_body import decode_body, duplicate_key
+from shardline.gateway.openai_requests import ChatBody, TextBody
+from shardline.gateway.responses_requests import ResponsesBody
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,6 +112,34 @@ def test_a_long_unknown_name_is_cut() -> None:
 def test_what_is_not_json_is_told_in_one_plain_sentence(body: bytes, why: str) -> None:
     message = refusal(body).message
     assert message.startswith(f"the body is not JSON in UTF-8: {why}") and "jSON" not in message
+
+
+@pytest.mark.parametrize(
+    ("body", "meant"),
+    [
+        (b'{"model":"a","modell":"b"}', "model"),
+        (b'{"model":"a","limits":1}', "limit"),
+        (b'{"model":"a","items":[{"role":"x"},{"rol":"y"}]}', "items[1].role"),
+        (b'{"model":"a","mood":1}', None),
+        (b'{"model":"a","' + b"limit" * 50_000 + b'":1}', None),
+    ],
+)
+def test_a_field_that_was_nearly_right_is_named(body: bytes, meant: str | None) -> None:
+    error = refusal(body)
+    assert error.code == "unsupported_parameter" and error.param is not None
+    if meant is None:
+        assert "did you mean" not in error.message and error.advice == error.fault.advice
+    else:
+        assert error.message.endswith(f"is not supported; did you mean '{meant}'?")
+        assert error.advice == f"Write '{meant}', or leave the field out."
+
+
+@pytest.mark.parametrize("kind", [ChatBody, TextBody, ResponsesBody, MessagesBody])
+def test_fields_of_every_request_are_known_by_name(kind: type[msgspec.Struct]) -> None:
+    body = {"model": "a", "temprature": 0, "messages": [], "prompt": "a", "max_tokens": 1, "input": "a"}
+    sent = {name: value for name, value in body.items() if name in (*kind.__struct_fields__, "temprature")}
+    with pytest.raises(ShardlineError, match="did you mean 'temperature'"):
+        decode_body(msgspec.json.encode(sent), kind)
 
 
 def test_json_words_not_python_words() -> None:

@@ -126,6 +126,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ShardlineError) as refused:
         Family("{{ messages }}", (), tools())
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
+    assert refused.value.advice.startswith("Ask a model whose chat template shows tools")
 
 
 def test_a_schema_with_definitions_of_its_own_keeps_them() -> None:

@@ -162,8 +162,13 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(tmp_path: Path
         writer.close()
 
 
-async def test_a_web_page_cannot_reach_a_node(tmp_path: Path) -> None:
+async def test_a_web_page_cannot_reach_a_node_and_a_wrong_method_names_the_right_one(tmp_path: Path) -> None:
     async with local_cluster(tmp_path, layers=[(0, 6)]) as cluster, httpx.AsyncClient() as http:
         answer = await http.get(cluster.nodes[0].url + "/v1/node", headers={**HEADERS, "origin": "http://evil.test"})
         assert answer.status_code == 403
         assert "access-control-allow-origin" not in answer.headers
+        paths = {"/v1/beats": "POST", "/v1/steps": "POST", "/v1/sessions/x": "DELETE", "/healthz": "GET"}
+        for path, allowed in paths.items():
+            answer = await http.request("PUT", cluster.nodes[0].url + path, headers=HEADERS)
+            assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+            assert answer.json()["error"]["message"].endswith(f"it has {allowed}")

@@ -150,8 +150,10 @@ async def test_a_routers_own_answers_have_the_same_shape(router: ASGIApp) -> Non
     response = await ask(app, "/nothing", "GET")
     assert response.status == 404 and error_in(response)["code"] == "not_found"
     response = await ask(app, "/thing", "DELETE")
-    assert response.status == 405 and error_in(response)["code"] == "method_not_allowed"
-    assert "GET" in response.headers["allow"]
+    error = error_in(response)
+    assert response.status == 405 and error["code"] == "method_not_allowed"
+    assert response.headers["allow"] == error["allow"] == "GET, HEAD"
+    assert error["message"].endswith("it has GET, HEAD") and "GET, HEAD" in error["advice"]
     response = await ask(app, "/thing?x=1", "GET")
     assert response.status == 404 and error_in(response)["code"] == "model_not_found"
     response = await ask(app, "/crash", "GET")

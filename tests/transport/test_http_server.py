@@ -50,19 +50,23 @@ def test_a_taken_port_is_named_with_its_holder() -> None:
             bind("localhost", port)
 
 
-def test_a_port_is_taken_from_another_process_too() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "name"), [(["shardline", "--set", "a=b", "gateway"], "(shardline gateway)"), ([], "(python")]
+)
+def test_a_port_is_taken_from_another_process_too(arguments: list[str], name: str) -> None:
+    """A part of Shardline is called by its command, whoever interprets it."""
     program = (
         "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); "
         "print(s.getsockname()[1], flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None and holder.stdin is not None
         port = int(holder.stdout.readline())
         with pytest.raises(ShardlineError) as caught:
             bind("127.0.0.1", port)
-        assert f"process {holder.pid}" in caught.value.message
+        assert f"process {holder.pid} {name}" in caught.value.message
         holder.stdin.close()
 
 

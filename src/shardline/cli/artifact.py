@@ -108,7 +108,13 @@ def create(
         raise ShardlineError("setting_invalid", f"{folder} is there already", param="output", advice=advice)
     with progress("Hashing") as show_step:
         made = creation.create_bundle(model, folder, description, key=key, progress=show_step)
-    _print(as_json, _facts(made), f"{made.folder}: {_lines(made)}")
+    _print(as_json, _facts(made), f"{from_here(made.folder)}: {_lines(made)}")
+
+
+def from_here(path: Path) -> Path:
+    """As a person in this folder would name it: what lies below by the way to it, anything else whole."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
 
 
 @artifact.command()

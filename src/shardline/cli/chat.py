@@ -6,15 +6,19 @@ Owns what is sent and what a person sees; the Gateway does the rest. Shown by te
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from typing import Any
 
 import click
 
 from shardline.cli.invocation import Invocation, gateway_of, pass_invocation
+from shardline.cli.listings import start_of_a_node
 from shardline.errors import ShardlineError
 
-_HELP = "Enter sends. /new forgets the conversation, /quit or Ctrl-D ends. Ctrl-C stops an answer."
+_HELP = "Enter sends. /new forgets the conversation, /quit or Ctrl-D ends, /help says this. Ctrl-C stops an answer."
+_COMMAND = re.compile("/[a-z]*")
+"""A line that is this alone is a command. Longer ones may well be what somebody asks: /etc/hosts, what is it?"""
 
 
 @click.command()
@@ -64,9 +68,17 @@ def _served(invocation: Invocation, gateway: Any) -> str:
             raise
         offer = _offered(invocation)
         if offer is None:
-            raise
+            raise _said_how(invocation, error) from None
         advice = f"The Tracker offers {offer[1]}; start a Node for it: shardline node --tracker {offer[0]}"
         raise ShardlineError(error.code, error.message, advice=advice) from None
+
+
+def _said_how(invocation: Invocation, error: ShardlineError) -> ShardlineError:
+    """`error`, that no model is served; in a cluster with keys, with the way in which Nodes get into that."""
+    tracker = invocation.configuration().places.tracker
+    if not tracker.startswith("https:"):
+        return error
+    return ShardlineError(error.code, error.message, advice=f"No Node is there. {start_of_a_node(tracker)}")
 
 
 def _offered(invocation: Invocation) -> tuple[str, str] | None:
@@ -212,15 +224,20 @@ def _talk(conversation: Conversation) -> None:
     print(f"{conversation.model}. {_HELP}", file=sys.stderr)
     while True:
         try:
-            question = input("> ").strip()
+            line = input("> ").rstrip()
         except (EOFError, KeyboardInterrupt):
             print(file=sys.stderr)
             return
-        if question in ("/quit", "/exit"):
+        if line in ("/quit", "/exit"):
             return
-        if question == "/new":
+        if line == "/new":
             conversation.forget()
             continue
+        if _COMMAND.fullmatch(line):
+            unknown = "" if line in ("/", "/help") else f"{line} is no command; with a blank in front it is sent. "
+            print(unknown + _HELP, file=sys.stderr)
+            continue
+        question = line.strip()
         if not question:
             continue
         try:

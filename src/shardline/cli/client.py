@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardline.cli.recognition import MISTAKABLE, mistaken, speaks_tls
-from shardline.errors import ShardlineError, from_body
+from shardline.errors import A_KEY, ShardlineError, from_body
 from shardline.settings import PROTOCOL
 from shardline.transport.addresses import Url, split_url
 
@@ -228,7 +228,7 @@ def for_a_person(error: ShardlineError, who: str, url: str | None = None) -> Sha
     if other is not None:
         return other
     advice = ADVICE.get((who, error.code))
-    if advice is None or error.advice != error.fault.advice:
+    if advice is None or error.advice not in (error.fault.advice, A_KEY):
         return error
     pause = error.details.get("retry_after")
     waited = f"{pause:g} s" if isinstance(pause, int | float) else "a little"

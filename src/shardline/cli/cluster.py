@@ -5,11 +5,12 @@ Owns which parts there are and in which order; supervisor.py owns the processes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from shardline.cli.invocation import Invocation, environment, pass_invocation
 from shardline.cli.model_layers import layer_count
 from shardline.cli.offering import check_offers, offering
 from shardline.cli.roles import LISTEN_HELP, files_option, tls_options
-from shardline.cli.values import LayerRanges, ListenAddress, check_cover
+from shardline.cli.values import LayerRanges, ListenAddress, check_cover, counted
 from shardline.errors import ShardlineError
 from shardline.options import LLAMA_ENGINES
 
@@ -63,6 +64,8 @@ class Cluster:
         """On this machine, as it was when it became ready."""
         self.api_key = ""
         """One that the Gateway takes, if it asks for any."""
+        self.kept_keys: Path | None = None
+        """Where the keys are kept that the Gateway asks for because they were once made with this state folder."""
 
     @property
     def urls_to_name(self) -> tuple[str, str]:
@@ -86,6 +89,7 @@ class Cluster:
         """Start everything, and return when all of it serves."""
         supervisor, plan = self._supervisor, self._plan
         self.api_key = next(iter(configuration.api_keys()), "") or configuration.own_key()
+        self.kept_keys = configuration.kept_keys if configuration.has_kept_keys else None
         self._flags = flags
         tracker = self._tracker = supervisor.start(tracker_part(plan, flags))
         supervisor.until_ready([tracker], within_s=START_S)
@@ -224,7 +228,8 @@ def serve(invocation: Invocation, /, **flags: Any) -> None:
     """
 
     def ready(cluster: Cluster) -> None:
-        click.echo(f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}\n{page_line(cluster)}")
+        urls = f"\nGateway: {cluster.gateway_url}\nTracker: {cluster.tracker_url}\n{page_line(cluster)}"
+        click.echo("\n".join((urls, *keys_lines(cluster))))
         own = shlex.join((*command_words(), *invocation.finding_arguments()))
         offers = cluster.offers
         if offers:
@@ -356,7 +361,7 @@ def run_cluster(
     notes = {f"node-{i}": f"{first}:{last}" for i, (first, last) in enumerate(plan.ranges, 1)}
     log_dir = new_log_dir(configuration.state_dir)
     click.echo(f"Starting {'a Tracker, a Gateway' if plan.ranges else 'a Tracker and a Gateway'}", nl=False)
-    click.echo(f" and {len(plan.ranges)} Nodes for {plan.model.name}" if plan.model else "", nl=False)
+    click.echo(f" and {counted(len(plan.ranges), 'Node')} for {plan.model.name}" if plan.model else "", nl=False)
     click.echo(f"; logs: {log_dir}")
     view = StartView(sys.stdout, notes)
     with Supervisor(log_dir, view) as supervisor:
@@ -388,7 +393,8 @@ def check_start(plan: Plan, configuration: Configuration, *, by_make: bool = Fal
     check_room(configuration.state_dir)
     credential = credential_of(configuration, starts=True)  # Made here, once, so that no two parts race for it.
     if plan.tls_cert is None:
-        check_listener(plan.host, insecure_plain_http=plan.insecure_plain_http, credential=credential)
+        with advice_for_clients(plan.host):
+            check_listener(plan.host, insecure_plain_http=plan.insecure_plain_http, credential=credential)
         if plan.insecure_plain_http:
             click.echo(f"WARNING: {plan.host} is served over plain HTTP: whoever is on the way reads it.", err=True)
     gateway_keys(plan.host, plan.insecure_plain_http or plan.tls_cert is not None, configuration)
@@ -397,6 +403,20 @@ def check_start(plan: Plan, configuration: Configuration, *, by_make: bool = Fal
         raise ShardlineError("setting_invalid", why, advice="Give two different ports; 0 takes any that is free.")
     check_port(plan.host, plan.port, "--port", configuration.clusters, by_make=by_make)
     check_port(plan.listen or "127.0.0.1", plan.tracker_port, "--tracker-port", configuration.clusters)
+
+
+@contextlib.contextmanager
+def advice_for_clients(host: str) -> Iterator[None]:
+    """A Gateway that was to listen beyond this machine hears the whole command for that."""
+    try:
+        yield
+    except ShardlineError as error:
+        advice = (
+            f"For clients elsewhere: shardline serve --host {host} --tls-cert CERT.pem --tls-key KEY.pem, with keys "
+            "(shardline keys add NAME). Nodes elsewhere need --listen alone. Else leave --host out, or say "
+            "--insecure-plain-http."
+        )
+        raise ShardlineError(error.code, error.message, advice=advice) from None
 
 
 def global_flags(invocation: Invocation, configuration: Configuration) -> GlobalFlags:
@@ -431,6 +451,18 @@ def command_words() -> tuple[str, ...]:
     return (str(own),) if own.exists() else (sys.executable, "-m", "shardline")
 
 
+def keys_lines(cluster: Cluster) -> list[str]:
+    """What to know where keys of the state folder outlive the cluster that they were made for."""
+    if cluster.kept_keys is None:
+        return []
+    own = shlex.join((*command_words(), *cluster.before))
+    return [
+        f"This Gateway asks for keys: {own} keys add NAME makes one. To have none asked for, end this, delete",
+        f"  {cluster.kept_keys}",
+        "and start it again.",
+    ]
+
+
 def page_line(cluster: Cluster) -> str:
     """Where to look at the cluster with a browser."""
     return f"Page, for a browser: {cluster.gateway_url}/"
@@ -445,5 +477,5 @@ def print_usage(cluster: Cluster, model: str) -> None:
         f"\n{page_line(cluster)}\nThe OpenAI API is at {cluster.gateway_url}/v1\n"
         f"  curl -N {cluster.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
         f"In another terminal:\n  {own} chat{gateway}\n  {own} nodes{tracker}\n  {own} sessions{gateway}\n"
-        "Ctrl-C ends everything."
+        + "\n".join((*keys_lines(cluster), "Ctrl-C ends everything."))
     )

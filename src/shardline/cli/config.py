@@ -103,9 +103,14 @@ class Configuration:
         return Path(given).expanduser() if given else self.state_dir / CREDENTIAL_FILE
 
     @property
+    def kept_keys(self) -> Path:
+        """What `shardline keys` has made."""
+        return self.state_dir / KEYS_FILE
+
+    @property
     def has_kept_keys(self) -> bool:
         """A Gateway with this state folder asks for keys that `shardline keys` has made."""
-        return (self.state_dir / KEYS_FILE).exists()
+        return self.kept_keys.exists()
 
     def own_key(self) -> str:
         """The key of this machine's own commands, for a Gateway of this state folder; empty where there is none."""

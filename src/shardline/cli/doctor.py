@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardline.cli.invocation import Invocation, environment, pass_invocation
+from shardline.cli.invocation import Invocation, environment, joined_trackers, pass_invocation
 from shardline.cli.listings import as_json_option
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def doctor(invocation: Invocation, tracker_url: str | None, as_json: bool) -> No
     """Check this machine, and name the fix of what fails.
 
     Python, engines, BitTorrent, memory, disk, write rights, ports, the address that others would see, the clock against
-    a Tracker that runs, open files. Ends with 1 where something failed; a note is no failure.
+    a Tracker that runs here or was joined from here, open files. Ends with 1 where something failed; a note is no
+    failure.
     """
     from shardline.cli.machine_checks import all_findings
 
@@ -39,6 +40,7 @@ def doctor(invocation: Invocation, tracker_url: str | None, as_json: bool) -> No
         reserve=configuration.settings.store_reserve_bytes,
         clusters=configuration.clusters,
         tracker=configuration.places.tracker,
+        joined=joined_trackers(configuration),
         environ=environment(),
     )
     failed = sum(finding.state == "failed" for finding in findings)

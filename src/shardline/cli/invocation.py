@@ -16,6 +16,8 @@ import click
 from shardline.errors import ShardlineError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardline.cli.client import Endpoint
     from shardline.cli.config import Configuration
 
@@ -67,9 +69,10 @@ def _absolute(path: str) -> str:
 pass_invocation = click.make_pass_decorator(Invocation)
 
 
-def credential_of(configuration: Configuration, *, starts: bool = False) -> str:
+def credential_of(configuration: Configuration, *, starts: bool = False, tracker: str | None = None) -> str:
     """The cluster credential: of the file that is named, else of the state folder. It is made there by whoever
-    `starts` a cluster, and by nobody else: one that was made elsewhere opens nothing. Raises `setting_invalid`."""
+    `starts` a cluster, and by nobody else: one that was made elsewhere opens nothing. `tracker`: whom it is for.
+    Raises `setting_invalid`."""
     from shardline.cli.state import check_room_for
     from shardline.transport.credentials import existing_credential, made_credential
 
@@ -87,12 +90,22 @@ def credential_of(configuration: Configuration, *, starts: bool = False) -> str:
             raise
         advice = f"Copy {path} anew from a machine of the cluster (mode 600), or name another: --credential-file FILE"
         raise ShardlineError(error.code, error.message, advice=advice, param="credential_file") from None
-    raise ShardlineError(
-        "setting_invalid",
-        f"there is no cluster credential: {path} is missing",
-        advice=f"Copy `credential` from the state folder of the Tracker's machine to {path} (mode 600), or name it: "
-        "--credential-file FILE. Of a cluster on this machine: start its Tracker first (shardline serve).",
-        param="credential_file",
+    what = f"there is no cluster credential: {path} is missing"
+    raise ShardlineError("setting_invalid", what, advice=_way_to_credential(path, tracker), param="credential_file")
+
+
+def _way_to_credential(path: Path, tracker: str | None) -> str:
+    from shardline.cli.recognition import part_at
+    from shardline.transport.addresses import is_loopback, split_url
+
+    if tracker is not None and is_loopback(split_url(tracker).host) and part_at(tracker) == "Tracker":
+        return (
+            f"The Tracker at {tracker} runs with another state folder: name `credential` in that one, "
+            "shardline --credential-file FOLDER/credential …, or use that folder here, too (--state-dir FOLDER)."
+        )
+    return (
+        f"Copy `credential` from the state folder of the Tracker's machine to {path} (mode 600), or name it: "
+        "--credential-file FILE. Of a cluster on this machine: start its Tracker first (shardline serve)."
     )
 
 

@@ -59,11 +59,16 @@ def _show(as_json: bool, answer: Any, text: str) -> None:
 @wide_option
 @pass_invocation
 def nodes(invocation: Invocation, tracker_url: str | None, gone_too: bool, as_json: bool, wide: bool) -> None:
-    """List the Nodes, their layers and state."""
-    answer = tracker_of(invocation.configuration(tracker=tracker_url)).get("/v1/nodes")
+    """List the Nodes, their layers and state; in a cluster with keys also its Gateways."""
+    tracker = tracker_of(invocation.configuration(tracker=tracker_url))
+    answer = tracker.get("/v1/nodes")
     if not gone_too:
         answer["nodes"] = [node for node in answer["nodes"] if not _is_long_gone(node)]
-    _show(as_json, answer, nodes_text(answer["nodes"], wide=wide))
+    texts = (
+        nodes_text(answer["nodes"], wide=wide, tracker=tracker.url),
+        gateways_text(answer.get("gateways") or []),
+    )
+    _show(as_json, answer, "\n\n".join(filter(None, texts)))
 
 
 def _is_gone(node: dict[str, Any]) -> bool:
@@ -77,7 +82,7 @@ def _is_long_gone(node: dict[str, Any]) -> bool:
 def nodes_text(listed: Sequence[dict[str, Any]], *, wide: bool = False) -> str:
     """One line a Shard; a Node without one still has a line. `wide`: every column, in one table."""
     if not listed:
-        return "No Nodes. Start one: shardline node --model PATH"
+        return f"No Nodes. {start_of_a_node(tracker)}"
     return _all_of_nodes(listed) if wide else _most_of_nodes(listed)
 
 
@@ -86,6 +91,29 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
     tables: dict[str, list[tuple[str, ...]]] = {}
     reasons = []
     for node in sorted(listed, key=_first_layer):
+def gateways_text(listed: Sequence[dict[str, Any]]) -> str:
+    """Who asks the Tracker for routes, by the id that `expel` takes; "" where it knows of none."""
+    if not listed:
+        return ""
+    rows = [
+        (
+            gateway["id"],
+            {"calls": "ready"}.get(gateway["state"], gateway["state"]),
+            gateway["address"] or "–",
+            "–" if gateway["last_seen_s"] is None else f"{gateway['last_seen_s']:.1f} s",
+        )
+        for gateway in listed
+    ]
+    return f"Gateways\n{columns(('GATEWAY', 'STATE', 'CALLS FROM', 'SEEN'), rows)}"
+
+
+def start_of_a_node(tracker: str) -> str:
+    """How a Node gets into the cluster of the Tracker at this URL."""
+    if tracker.startswith("https:"):
+        return "Each joins by a line of its own, which `shardline invite` prints on the machine of the Tracker."
+    return "Start one: shardline node --model PATH"
+
+
         kv = node.get("kv") or {}
         for shard in node.get("shards") or [{}]:
             state, reason = state_of(node, shard)
@@ -317,7 +345,7 @@ def _explained(tracker: Endpoint, model: str) -> Any:
         if full != model:
             return _explained(tracker, full)
         there = f"; there are: {', '.join(names)}" if names else "; no Node serves any"
-        advice = "Ask for one of these names." if names else "Start a Node: shardline node --model PATH"
+        advice = "Ask for one of these names." if names else start_of_a_node(tracker.url)
         raise ShardlineError(error.code, error.message + there, param="model", advice=advice) from None
 
 

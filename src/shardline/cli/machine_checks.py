@@ -10,11 +10,12 @@ from __future__ import annotations
 import email.utils
 import http.client
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -119,7 +120,11 @@ def bittorrent_finding(it: Loaded, version: Sequence[int]) -> Finding:
 
 
 def _install(extra: str) -> str:
-    return f"pip install 'shardline[{extra}]', or in a clone: pip install -e '.[{extra}]'"
+    """For this Python, and from the clone that this runs from, where it runs from one."""
+    clone = Path(__file__).resolve().parents[3]
+    if (clone / "pyproject.toml").is_file():
+        return shlex.join((sys.executable, "-m", "pip", "install", "-e", f"{clone}[{extra}]"))
+    return f"In a clone of Shardline: {shlex.join((sys.executable, '-m', 'pip', 'install', f'.[{extra}]'))}"
 
 
 def memory_finding(available: int, total: int, container: int | None) -> Finding:
@@ -179,8 +184,9 @@ def writing_finding(folder: Path) -> Finding:
     return Finding(name="state folder", state="ok", what=f"{folder} can be written")
 
 
-def port_finding(port: int, flag: str, clusters: Sequence[RunningCluster]) -> Finding:
-    """One that a cluster of this machine has is taken as it should be."""
+def port_finding(port: int, flag: str, clusters: Sequence[RunningCluster], *, joined: bool = False) -> Finding:
+    """One that a cluster of this machine has is taken as it should be. `joined`: Nodes of this machine belong to the
+    cluster of another one, so that no cluster need be started here."""
     from shardline.cli.port import check_port
 
     name = f"port {port}"
@@ -190,6 +196,9 @@ def port_finding(port: int, flag: str, clusters: Sequence[RunningCluster]) -> Fi
     try:
         check_port("127.0.0.1", port, flag, clusters)
     except ShardlineError as error:
+        if joined:
+            fix = f"Nothing, for the Nodes of this machine: they need it not. For a cluster of its own: {error.advice}"
+            return Finding(name=name, state="note", what=error.message, fix=fix)
         return Finding(name=name, state="failed", what=error.message, fix=error.advice)
     return Finding(name=name, state="ok", what="free")
 
@@ -229,6 +238,23 @@ def clock_finding(url: str, date: str | None, now: float) -> Finding:
     return Finding(name="clock", state="ok", what=f"like that of the Tracker at {url}" if abs(apart) < 2 else what)
 
 
+def clock_findings(own: str, joined: Sequence[str], now: Callable[[], float]) -> list[Finding]:
+    """Against the Tracker that runs at `own`; where none does, against each that was `joined` from here."""
+    date = tracker_date(own)
+    if date is not None or not joined:
+        return [clock_finding(own, date, now())]
+    found = []
+    for url in joined:
+        date = tracker_date(url)
+        if date is None:
+            what = f"the Tracker at {url}, whose cluster was joined from here, does not answer"
+            fix = "Look whether it runs, and whether this machine reaches that address: nothing was compared."
+            found.append(Finding(name="clock", state="note", what=what, fix=fix))
+        else:
+            found.append(clock_finding(url, date, now()))
+    return found
+
+
 def tracker_date(url: str) -> str | None:
     """The Date of the Tracker's `/healthz`; empty where something answers and names none. Nothing secret is sent."""
     try:
@@ -251,9 +277,16 @@ def files_finding(soft: int, hard: int) -> Finding:
 
 
 def all_findings(
-    state_dir: Path, *, reserve: int, clusters: Sequence[RunningCluster], tracker: str, environ: dict[str, str]
+    state_dir: Path,
+    *,
+    reserve: int,
+    clusters: Sequence[RunningCluster],
+    tracker: str,
+    joined: Sequence[str],
+    environ: dict[str, str],
 ) -> list[Finding]:
-    """Ask everything. Takes as long as the slowest engine needs to load."""
+    """Ask everything. Takes as long as the slowest engine needs to load. `tracker`: of a cluster of this machine;
+    `joined`: those of others, which something of this machine has joined."""
     import shutil
     from concurrent.futures import ThreadPoolExecutor
 
@@ -267,10 +300,10 @@ def all_findings(
             memory_finding(memory.available, memory.total, container_limit()),
             disk_finding(state_dir, shutil.disk_usage(nearest_folder(state_dir)).free, reserve),
             writing_finding(state_dir),
-            port_finding(8080, "--port", clusters),
-            port_finding(7070, "--tracker-port", clusters),
+            port_finding(8080, "--port", clusters, joined=bool(joined)),
+            port_finding(7070, "--tracker-port", clusters, joined=bool(joined)),
             address_finding(own_address()),
-            clock_finding(tracker, tracker_date(tracker), time.time()),
+            *clock_findings(tracker, joined, time.time),
             files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         ]
         llama, torch, torrent = (engines[extra].result() for extra in ("llama", "torch", "bt"))

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import uvloop
@@ -42,8 +43,10 @@ FORCED_S = 6.0
 class Announcer:
     """Writes the announcements of a role: for people, or one JSON object a line for a supervisor."""
 
-    def __init__(self, name: str, *, supervised: bool) -> None:
+    def __init__(self, name: str, *, supervised: bool, like_logs: bool = False) -> None:
+        """`like_logs`: stdout is where JSON log lines go, too, so that announcements have their form."""
         self.name = name
+        self._like_logs = like_logs
         self.supervised = supervised
         self._last_news: tuple[str, int] = ("", -1)
 
@@ -51,12 +54,22 @@ class Announcer:
         if self.supervised:
             _write(json.dumps({"phase": phase, **facts}))
         elif self._is_news(phase, facts):
-            _write(f"{self.name}: {in_words(phase, facts)}")
+            self._say(phase, facts)
 
     def ended(self) -> None:
         """The last word to a person; a supervisor sees the end itself."""
         if not self.supervised:
-            _write(f"{self.name}: ended")
+            self._say("ended", {})
+
+    def _say(self, phase: str, facts: Mapping[str, str | int]) -> None:
+        words = in_words(phase, dict(facts))
+        if not self._like_logs:
+            _write(f"{self.name}: {words}")
+            return
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        line = {"says": " ".join(words.split()), "phase": phase, **facts}
+        logged = {"event": "part_announced", "level": "info", "timestamp": now, "role": self.name}
+        _write(json.dumps(line | logged, ensure_ascii=False))
 
     def failed(self, error: ShardlineError) -> None:
         """The last word to a supervisor; a person gets it on stderr."""
@@ -68,6 +81,15 @@ class Announcer:
         """A line for every fifth of the way, not for every layer."""
         last, self._last_news = self._last_news, (phase, fifths(facts))
         return phase not in COUNTED or last != self._last_news
+
+def is_one_place() -> bool:
+    """Whether stdout and stderr are one file, pipe or journal: what is written to either stands between the other's."""
+    try:
+        out, err = os.fstat(1), os.fstat(2)
+    except OSError:
+        return False
+    return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) and not os.isatty(2)
+
 
 
 def _write(line: str) -> None:

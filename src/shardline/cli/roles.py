@@ -345,7 +345,7 @@ def party_credential(configuration: Configuration, line: str | None, *, insecure
     if url.startswith("https:"):
         return credential_of(configuration) if configuration.credential_path.exists() else ""
     check_tracker(url, insecure_plain_http=insecure_plain_http)
-    return credential_of(configuration)
+    return credential_of(configuration, tracker=url)
 
 
 def host_towards(url: str) -> str:
@@ -403,14 +403,15 @@ def run_role(
     """Set up logs, run the role until a signal, and give a supervisor the reason of a failure."""
     from shardline.cli.client import for_a_person
     from shardline.cli.flags import flagged
-    from shardline.cli.process import Announcer, run_until_signal
+    from shardline.cli.process import Announcer, is_one_place, run_until_signal
     from shardline.cli.span_export import span_export
     from shardline.telemetry.log_tail import LogTail
     from shardline.telemetry.logs import configure_logs
 
-    announcer = Announcer(name, supervised=invocation.supervised)
-    tracker_url: str | None = None
     places, tail = configuration.places, LogTail()
+    like_logs = places.log_format != "console" and is_one_place()
+    announcer = Announcer(name, supervised=invocation.supervised, like_logs=like_logs)
+    tracker_url: str | None = None
     configure_logs(role=name, style=places.log_format, level=places.log_level, tail=tail)
     try:
         built = options(announcer)

@@ -7,12 +7,15 @@ what is made of too many small values is not built at all. Pure. Shown by tests/
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from itertools import chain
-from typing import NoReturn, TypeVar
+from types import UnionType
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 import msgspec
+from msgspec.structs import fields
 
 from shardline.errors import ShardlineError
 
@@ -30,6 +33,10 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `(.*
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `(.*)`)?$", re.DOTALL)
 _PATH = re.compile(r" - at `(.*)`$", re.DOTALL)
 _INDICES = re.compile(r"(\[[0-9]+\])+$")
+_STEPS = re.compile(r"\.[^.\[\]]+|\[[^\]]*\]")
+_ALIKE = 0.84
+"""How much alike a field is that may have been meant: one letter too many or too few, not another word."""
+_LONGEST_NAME = 60
 _JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 
@@ -40,7 +47,7 @@ def decode_body(body: bytes, kind: type[T], *, own: bool = False) -> T:
     try:
         value = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _refused(str(error)) from None
+        raise _refused(str(error), kind) from None
     except RecursionError:
         raise ShardlineError("invalid_json", "the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -73,9 +80,10 @@ def refuse(param: str, message: str) -> NoReturn:
     raise ShardlineError("invalid_value", message, param=param)
 
 
-def unsupported(param: str, message: str) -> NoReturn:
-    """A value that can be meant, and is not done here: saying so beats an answer to another question."""
-    raise ShardlineError("unsupported_parameter", message, param=param)
+def unsupported(param: str, message: str, advice: str | None = None) -> NoReturn:
+    """A value that can be meant, and is not done here: saying so beats an answer to another question. `advice`: where
+    it is this model, not this API, that cannot do it."""
+    raise ShardlineError("unsupported_parameter", message, param=param, advice=advice)
 
 
 def duplicate_key(body: bytes) -> str | None:
@@ -141,11 +149,16 @@ def _why_no_json(body: bytes, error: Exception) -> str:
     return "it ends too early, or in half a character" if text == "Input data was truncated" else _plain(text)
 
 
-def _refused(text: str) -> ShardlineError:
+def _refused(text: str, kind: Any) -> ShardlineError:
     unknown = _UNKNOWN_FIELD.match(text)
     if unknown:
         param = _param(unknown[2], unknown[1])
-        return ShardlineError("unsupported_parameter", f"the field '{param}' is not supported", param=param)
+        near = difflib.get_close_matches(unknown[1][:_LONGEST_NAME], _fields_at(kind, unknown[2] or "$"), 1, _ALIKE)
+        message, advice = f"the field '{param}' is not supported", None
+        if near:
+            meant = _param(unknown[2], near[0])
+            message, advice = f"{message}; did you mean '{meant}'?", f"Write '{meant}', or leave the field out."
+        return ShardlineError("unsupported_parameter", message, param=param, advice=advice)
     missing = _MISSING_FIELD.match(text)
     if missing:
         param = _param(missing[2], missing[1])
@@ -157,6 +170,41 @@ def _refused(text: str) -> ShardlineError:
     where = _param(path[1], None)
     # OpenAI names the field, not the place in its list.
     return ShardlineError("invalid_value", f"'{where}': {why}", param=_INDICES.sub("", where))
+
+
+def _fields_at(kind: Any, path: str) -> list[str]:
+    """Names of the fields that an object may have at `path` of a `kind`, as `$.messages[...].tool_calls[0]`."""
+    kinds = [kind]
+    for step in _STEPS.findall(path):
+        kinds = [inner for outer in kinds for inner in _inside(outer, step)]
+    return sorted({field.encode_name for one in _flat(kinds) if _is_struct(one) for field in fields(one)})
+
+
+def _inside(kind: Any, step: str) -> list[Any]:
+    """The types of what `step`, `.name` or an index, leads to from a `kind`."""
+    found: list[Any] = []
+    for one in _flat([kind]):
+        if not step.startswith("."):
+            found += get_args(one)[-1:]  # of a list its items, of a dict its values
+        elif _is_struct(one):
+            found += [field.type for field in fields(one) if field.encode_name == step[1:]]
+    return found
+
+
+def _flat(kinds: list[Any]) -> Iterator[Any]:
+    """Unions and annotations taken apart."""
+    for kind in kinds:
+        origin = get_origin(kind)
+        if origin is Annotated:
+            yield from _flat([get_args(kind)[0]])
+        elif origin in (Union, UnionType):
+            yield from _flat(list(get_args(kind)))
+        else:
+            yield kind
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _param(path: str | None, field: str | None) -> str:

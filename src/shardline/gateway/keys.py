@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from shardline.errors import ShardlineError
+from shardline.errors import A_KEY, ShardlineError
 
 Scope = Literal["generate", "look"]
 SCOPES: tuple[Scope, ...] = ("generate", "look")
@@ -107,7 +107,7 @@ def digest_of(key: str) -> str:
 
 
 def unknown_key() -> ShardlineError:
-    return ShardlineError("unauthorized", "the API key is missing or not valid here")
+    return ShardlineError("unauthorized", "the API key is missing or not valid here", advice=A_KEY)
 
 
 def check_scope(key: ApiKey, scope: Scope) -> None:

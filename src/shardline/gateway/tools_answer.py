@@ -29,7 +29,10 @@ class Reading:
         chat template cannot show to the model."""
         template = vocabulary.bundle.chat_template or ""
         if tools is not None and "tools" not in template:
-            unsupported("tools", "'tools': the chat template of the model knows of none")
+            advice = (
+                "Ask a model whose chat template shows tools (Qwen 2.5 and 3, Llama 3.1 and later, Mistral, GLM, …)."
+            )
+            unsupported("tools", "'tools': the chat template of the model knows of none", advice)
         self._tools = tools
         self._style = style_of(template)
         self._harmony = self._style.name == "harmony"

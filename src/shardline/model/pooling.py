@@ -50,6 +50,7 @@ class Embeddings:
             "unsupported_parameter",
             f"'pooling': the model's own is {own}, which is not done here: name {' or '.join(_POOLINGS)}",
             param="pooling",
+            advice=f"Send 'pooling' with one of these: {', '.join(_POOLINGS)}.",
         )
 
 

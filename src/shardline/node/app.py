@@ -11,7 +11,7 @@ import hmac
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import parse_qs
 
 import msgspec
@@ -28,7 +28,7 @@ from shardline.node.tickets import TicketGate
 from shardline.options import LogReader
 from shardline.settings import PROTOCOL, Settings
 from shardline.transport.bodies import read_body, read_json, send_body, send_json
-from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, has_credential
+from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, has_credential, no_such_method
 from shardline.transport.carrier import EMPTY_ACK
 from shardline.transport.direct import Headers
 from shardline.transport.guard import PARTIES
@@ -85,7 +85,6 @@ class NodeApp:
             ("GET", "/healthz"): self._healthz,
             ("GET", "/metrics"): self._show_metrics,
         }
-        self._paths = {path for _, path in self._routes} | {"/v1/steps"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,10 +103,19 @@ class NodeApp:
             await self._text(path.removeprefix("/v1/text/"), send)
         elif self._door is not None and self._door.leads(path):
             await self._door(scope, receive, send)
-        elif path in self._paths or path.startswith(("/v1/sessions/", "/v1/text/")):
-            raise ShardlineError("method_not_allowed", f"{path} does not have {method}")
         else:
-            raise ShardlineError("not_found", "nothing is served at this path")
+            self._refuse(path)
+
+    def _refuse(self, path: str) -> NoReturn:
+        """A path without an endpoint, or with one for another method."""
+        if path.startswith("/v1/sessions/"):
+            raise no_such_method("DELETE")
+        if path.startswith("/v1/text/"):
+            raise no_such_method("GET")
+        allowed = [method for method, known in (*self._routes, ("POST", "/v1/steps")) if known == path]
+        if allowed:
+            raise no_such_method(", ".join(allowed))
+        raise ShardlineError("not_found", "nothing is served at this path")
 
     async def _steps(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Where the direct lane did not take the request: it was not of the plain kind, or is to be refused."""

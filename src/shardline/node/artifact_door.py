@@ -17,6 +17,7 @@ from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.transport.authority import TRACKER, uri_of
 from shardline.transport.bodies import read_json, send_body
+from shardline.transport.boundary import no_such_method
 from shardline.transport.guard import PARTIES
 from shardline.transport.pace import Pace
 from shardline.transport.piece_server import PREFIX, PieceServer
@@ -54,7 +55,7 @@ class ArtifactDoor:
             await self._pieces(scope, receive, send)
             return
         if scope["method"] != "POST":
-            raise ShardlineError("method_not_allowed", f"{POSSESSION_PATH} does not have {scope['method'][:20]}")
+            raise no_such_method("POST")
         parties = scope.get("state", {}).get(PARTIES)
         if parties is not None and uri_of(TRACKER) not in parties:
             raise ShardlineError("forbidden", "only the Tracker asks a Node to show what it holds")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import itertools
+import re
 import secrets
 from collections.abc import Callable, Iterable
 
@@ -27,6 +28,8 @@ _BY_STATUS = {
     405: ("method_not_allowed", "this path does not have the method"),
 }
 
+_METHODS = re.compile("[A-Z]+(, [A-Z]+)*")
+
 log = structlog.get_logger(__name__)
 
 
@@ -40,6 +43,9 @@ def error_headers(error: ShardlineError) -> list[tuple[bytes, bytes]]:
         fields.append((b"x-should-retry", b"false"))
     if error.code == "unauthorized":
         fields.append((b"www-authenticate", b"Bearer"))
+    allowed = error.details.get("allow")
+    if error.code == "method_not_allowed" and isinstance(allowed, str) and _METHODS.fullmatch(allowed):
+        fields.append((b"allow", allowed.encode("latin-1")))
     return fields
 
 
@@ -81,7 +87,8 @@ class ErrorBoundary:
             elif isinstance(cause, ShardlineError):
                 await answer.fail(cause)
             elif isinstance(cause, HTTPException):
-                await answer.fail(_error_of_status(cause.status_code), dict(cause.headers or {}))
+                headers = {name.lower(): value for name, value in (cause.headers or {}).items()}
+                await answer.fail(_error_of_status(cause.status_code, headers.get("allow")))
             else:
                 log.exception("request_failed", request_id=answer.request_id, path=scope["path"])
                 await answer.fail(_internal(answer.request_id))
@@ -102,8 +109,17 @@ def _single(exception: Exception) -> Exception:
     return exception
 
 
-def _error_of_status(status: int) -> ShardlineError:
-    """A router's own refusal, in our words."""
+def no_such_method(allowed: str) -> ShardlineError:
+    """405 with what the path has; `allowed` as in the field Allow: `GET, POST`."""
+    named = ", ".join(sorted(word.strip() for word in allowed.split(",")))
+    message, advice = f"this path does not have the method; it has {named}", f"Use what this path has: {named}."
+    return ShardlineError("method_not_allowed", message, advice=advice, allow=named)
+
+
+def _error_of_status(status: int, allowed: str | None = None) -> ShardlineError:
+    """A router's own refusal, in our words. `allowed`: its field Allow."""
+    if status == 405 and allowed:
+        return no_such_method(allowed)
     if status in _BY_STATUS:
         return ShardlineError(*_BY_STATUS[status])
     code = "invalid_value" if status < 500 else "internal"
@@ -122,7 +138,6 @@ class _Answer:
         self.request_id = request_id
         self._started = False
         self._replaced: ShardlineError | None = None
-        self._kept: list[tuple[bytes, bytes]] = []
 
     async def send(self, message: Message) -> None:
         if self._replaced is not None:
@@ -131,8 +146,8 @@ class _Answer:
             headers = list(message.get("headers", ()))
             if message["status"] >= 400 and not _is_json(headers):
                 # A router's own plain text. Held back, because it may be followed by the exception that it is about.
-                self._replaced = _error_of_status(message["status"])
-                self._kept = [(name, value) for name, value in headers if name.lower() == b"allow"]
+                allow = next((value for name, value in headers if name.lower() == b"allow"), None)
+                self._replaced = _error_of_status(message["status"], None if allow is None else allow.decode("latin-1"))
                 return
             self._started = True
             headers.append((b"x-request-id", self.request_id.encode("latin-1")))
@@ -142,26 +157,25 @@ class _Answer:
     async def finish(self) -> None:
         """The application has returned: send what stands in for its plain-text error, if it sent one."""
         if self._replaced is not None:
-            await self._whole(self._replaced, self._kept)
+            await self._whole(self._replaced)
 
     async def left(self) -> None:
         """The client is gone, or says no more and listens still: then it hears why there is no answer."""
         if not self._started:
             message = "the client ended its side of the connection before the answer was there"
-            await self._whole(ShardlineError("cancelled", message), [])
+            await self._whole(ShardlineError("cancelled", message))
 
-    async def fail(self, error: ShardlineError, extra: dict[str, str] | None = None) -> None:
+    async def fail(self, error: ShardlineError) -> None:
         if self._started:
             # Too late for a status. Returning without a last body message makes the server close the connection,
             # which is the one thing that a reader of the stream cannot take for a clean end.
             log.info("response_broken", request_id=self.request_id, code=error.code, message=error.message)
             return
-        allow = [(b"allow", v.encode("latin-1")) for k, v in (extra or {}).items() if k.lower() == "allow"]
-        await self._whole(error, allow)
+        await self._whole(error)
 
-    async def _whole(self, error: ShardlineError, extra: list[tuple[bytes, bytes]]) -> None:
+    async def _whole(self, error: ShardlineError) -> None:
         self._started = True
-        fields = [*error_headers(error), *extra, (b"x-request-id", self.request_id.encode("latin-1"))]
+        fields = [*error_headers(error), (b"x-request-id", self.request_id.encode("latin-1"))]
         await send_body(self._send, error.fault.status, error_bytes(error), headers=fields)
 
 

@@ -56,6 +56,8 @@ __all__ = [
 Drain = Callable[[], Awaitable[None]]
 BACKLOG = 1024
 _CLOSE_S = 2.0
+_PARTS = frozenset({"tracker", "gateway", "node", "artifact", "seed", "up", "serve", "demo"})
+"""Commands of ours that listen, or start what does."""
 
 log = structlog.get_logger(__name__)
 
@@ -140,10 +142,22 @@ def _holder(port: int) -> str:
     try:
         for found in psutil.net_connections(kind="tcp"):
             if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
-                return f" by process {found.pid} ({psutil.Process(found.pid).name()})"
+                return f" by process {found.pid} ({_program(psutil.Process(found.pid))})"
     except (psutil.Error, OSError):
         pass
     return ""
+
+
+def _program(process: psutil.Process) -> str:
+    """What it is called: a part of Shardline by its command, not as the interpreter that runs it."""
+    try:
+        words = process.cmdline()
+    except (psutil.Error, OSError):
+        words = []
+    # `python -m shardline … gateway …`, or the path of the script; flags and their values stand in between.
+    if any(word == "shardline" or word.endswith("/shardline") for word in words[:4]):
+        return " ".join(("shardline", *(word for word in words if word in _PARTS)))
+    return str(process.name())
 
 
 class HttpServer:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.transport.bodies import header, send_body, send_json
-from shardline.transport.boundary import ControlGate, ErrorBoundary, error_bytes
+from shardline.transport.boundary import ControlGate, ErrorBoundary, error_bytes, no_such_method
 from shardline.transport.file_send import EXTENSION
 from shardline.transport.pace import Pace
 from shardline.wire.bitmap import HeldPieces
@@ -62,7 +62,7 @@ class PieceServer:
         if found is None:
             raise ShardlineError("not_found", "nothing is served at this path")
         if scope["method"] != "GET":
-            raise ShardlineError("method_not_allowed", f"pieces do not have {scope['method'][:20]}")
+            raise no_such_method("GET")
         content_id, root = found.groups()
         if root is None:
             await send_json(send, await asyncio.to_thread(self._shelf.offer, content_id))

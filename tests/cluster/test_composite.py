@@ -161,6 +161,82 @@ async def test_other_dialects_over_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+def calling(arguments: str, finish: str, **first: Any) -> bytes:
+    piece = {"index": 0, **first, "function": {"name": "weather", "arguments": arguments}}
+    return sse(delta(tool_calls=[piece]), delta(finish), "[DONE]")
+
+
+async def test_calls_that_are_cut_or_bare(tmp_path: Path) -> None:
+    """An answer can end within a call, some servers give calls no id, and some write no arguments as no text."""
+    async with stub_cluster(tmp_path) as (cluster, stub):
+        claude = anthropic.AsyncAnthropic(base_url=cluster.url, api_key="none", max_retries=0)
+        gpt = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+        schema: Any = [{"name": "weather", "input_schema": {"type": "object"}}]
+        function: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}]
+        asked: Any = {"model": MODEL, "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]}
+        half = '{"city":"Os'
+        async with claude, gpt:
+            for finish, reason, status in (
+                ("length", "max_tokens", "incomplete"),
+                ("tool_calls", "end_turn", "completed"),
+            ):
+                stub.usual = Reply(calling(half, finish, id="c1"))
+                message = await claude.messages.create(**asked, tools=schema)
+                assert message.stop_reason == reason
+                assert message.content[-1].text == half  # type: ignore[union-attr]
+                response = await gpt.responses.create(model=MODEL, input="Hi", tools=function)
+                assert (response.status, response.output_text) == (status, half)
+                choice = (await cluster.chat(tools=TOOLS)).json()["choices"][0]
+                assert choice["message"]["tool_calls"][0]["function"]["arguments"] == half, "as the upstream has it"
+                assert choice["finish_reason"] == finish
+            stub.usual = Reply(calling("", "tool_calls"))
+            message = await claude.messages.create(**asked, tools=schema)
+            assert message.stop_reason == "tool_use"
+            assert message.content[-1].input == {} and message.content[-1].id  # type: ignore[union-attr]
+            assert (await cluster.chat(tools=TOOLS)).json()["choices"][0]["message"]["tool_calls"][0]["id"]
+            stream = await streamed_chat(cluster, tools=TOOLS)
+            deltas = [chunk["choices"][0]["delta"] for chunk in stream.chunks]
+            (piece,) = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
+            assert piece["id"]
+
+
+async def test_an_answer_that_a_filter_has_cut_does_not_look_whole(tmp_path: Path) -> None:
+    async with stub_cluster(tmp_path) as (cluster, stub):
+        stub.usual = Reply(sse(delta(content="a"), delta("content_filter"), "[DONE]"))
+        claude = anthropic.AsyncAnthropic(base_url=cluster.url, api_key="none", max_retries=0)
+        gpt = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+        async with claude, gpt:
+            asked: Any = {"model": MODEL, "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]}
+            assert (await claude.messages.create(**asked)).stop_reason == "refusal"
+            response = await gpt.responses.create(model=MODEL, input="Hi")
+            assert response.status == "incomplete" and response.incomplete_details is not None
+            assert response.incomplete_details.reason == "content_filter"
+            assert (await gpt.chat.completions.create(**asked)).choices[0].finish_reason == "content_filter"
+
+
+async def test_what_is_not_told_of_a_cache_is_null(tmp_path: Path) -> None:
+    async with stub_cluster(tmp_path) as (cluster, stub):
+        stub.usual = Reply(sse(delta(content="a"), delta("stop"), usage(5, 1), "[DONE]"))
+        assert (await cluster.chat()).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": None}
+
+
+async def test_a_server_of_http_1_0(tmp_path: Path) -> None:
+    """Its answers end with their connection: whether one is whole, its last chunks say."""
+    stub = StubUpstream()
+    stub.old = True
+    await stub.start()
+    async with composite_cluster(tmp_path, [stub.url]) as cluster:
+        assert (await cluster.chat()).json()["choices"][0]["message"]["content"] == "Hello"
+        stub.replies.append(Reply(b'{"error": {"message": "no"}}', 400, "application/json"))
+        refused = await cluster.chat()
+        assert refused.status_code == 400 and refused.json()["error"]["message"].endswith(": no")
+        stub.replies.append(Reply(sse(delta(content="half"))))
+        stream = await streamed_chat(cluster)
+        assert stream.error is not None and stream.error["code"] == "engine_lost"
+        await cluster.until_free()
+    await stub.die()
+
+
     ("fields", "param"),
     [
         ({"top_k": 5}, "top_k"),
@@ -251,6 +327,56 @@ async def test_garbage_fails_one_request_and_frees_it(tmp_path: Path, body: byte
 
 
 async def answers(cluster: CompositeCluster) -> bool:
+async def test_an_answer_that_is_no_stream_says_so(tmp_path: Path) -> None:
+    """A server that does not stream, or fails with a success; one that redirects, with an answer behind it; one whose
+    errors quote what it was sent."""
+    echo = {"error": {"message": "you sent Authorization: Bearer secret-of-the-upstream"}}
+    json_kind = "application/json; charset=utf-8"
+    replies = [
+        (Reply(b'{"error": {"message": "no"}}', kind=json_kind), 502, "application/json"),
+        (Reply(b'{"choices": []}', kind=json_kind), 502, "application/json"),
+        (Reply(said("not", "this"), 302), 502, "a redirect"),
+        (Reply(said("not", "this"), 206), 502, "status 206"),
+        *((Reply(json.dumps(echo).encode(), status, json_kind), told, "[key]") for status, told in (
+            (400, 400), (404, 502), (429, 503), (500, 502),
+        )),
+        (Reply(sse(echo)), 502, "[key]"),
+    ]  # fmt: skip
+    async with stub_cluster(tmp_path, upstream_key="secret-of-the-upstream") as (cluster, stub):
+        with capture_logs() as logs:
+            for reply, status, words in replies:
+                for stream in (False, True):
+                    stub.replies.append(reply)
+                    answer = await cluster.chat(stream=stream)
+                    assert (answer.status_code, words in answer.text) == (status, True), answer.text
+                    assert "secret-of-the-upstream" not in answer.text
+        assert "secret-of-the-upstream" not in str(logs)
+        await cluster.until_free()
+
+
+async def test_an_answer_that_drips_for_ever_has_an_end(tmp_path: Path) -> None:
+    """Chunks without a text are signs of life; a session has a limit all the same."""
+    settings = Settings(drain_s=0.5, session_s=0.5)
+    async with stub_cluster(tmp_path, settings=settings) as (cluster, stub):
+        stub.replies.append(Reply(sse(delta(content="a")), then="drip"))
+        stream = await streamed_chat(cluster)
+        assert stream.error is not None
+        assert (stream.error["code"], stream.error["limit"]) == ("deadline", "session")
+        assert stream.error["tokens_delivered"] is None, "in tokens, nobody knows"
+        await asyncio.wait_for(stub.asked[-1].left.wait(), 1)
+        await cluster.until_free()
+
+
+async def test_numbers_of_any_size_in_a_schema(tmp_path: Path) -> None:
+    """They are the upstream's to judge."""
+    async with stub_cluster(tmp_path) as (cluster, stub):
+        schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**30}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        answer = await cluster.chat(tools=[tool])
+        assert answer.status_code == 200, answer.text
+        assert stub.asked[-1].body["tools"][0]["function"]["parameters"]["properties"]["n"]["maximum"] == 10**30
+
+
     return bool((await cluster.chat()).status_code == 200)
 
 

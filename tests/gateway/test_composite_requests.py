@@ -100,6 +100,7 @@ def test_refused_of_texts() -> None:
     for fields, param in (
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
         ({"prompt": [1], "echo": True}, "echo"),
     ):
         with pytest.raises(ShardlineError) as refused:

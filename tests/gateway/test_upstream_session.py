@@ -63,6 +63,13 @@ async def test_what_came_is_given_out_before_the_failure() -> None:
     assert failed.value.details["position"] is failed.value.details["tokens_delivered"] is None
 
 
+async def test_an_answer_that_is_whole_has_lost_nothing() -> None:
+    error = ShardlineError("engine_lost", "gone").body()
+    made = hear(OPENED, Taken(), Text(text="a"), Answered(reason="stop"), Failed(error=error))
+    await made.taken()
+    assert await made.next_texts() == [Text(text="a")] and await made.next_texts() == []
+
+
 @pytest.mark.parametrize(
     "events",
     [
@@ -74,7 +81,19 @@ async def test_what_came_is_given_out_before_the_failure() -> None:
         [Token(id=1, index=0)],
         [Progress(position=1)],
         [Taken(), Finished(reason="stop", generated=3)],
-        [Taken(), *[Text(text="x" * 500_000)] * 40],
+        [Taken(), Text(text="x" * 70_000)],
+        [Taken(), *[Text()] * 5_000],
+        [Taken(), Text(calls=[CallPiece(index=0, id="x" * 70_000)])],
+        [Taken(), Text(calls=[CallPiece(index=-1)])],
+        [Taken(), Text(calls=[CallPiece(index=10**6)])],
+        [Taken(), Answered(reason="stop", stop="not asked for")],
+        [Taken(), Answered(reason="stop", usage=UpstreamUsage(prompt_tokens=-1, completion_tokens=1))],
+        [Taken(), Answered(reason="stop", usage=UpstreamUsage(prompt_tokens=1, completion_tokens=1 << 50))],
+        [Taken(), Answered(reason="stop", usage=UpstreamUsage(prompt_tokens=1, completion_tokens=1, cached_tokens=2))],
+        [
+            Taken(),
+            Answered(reason="stop", usage=UpstreamUsage(prompt_tokens=1, completion_tokens=1, reasoning_tokens=-1)),
+        ],
     ],
 )
 def test_what_a_composite_node_does_not_say(events: list[Any]) -> None:

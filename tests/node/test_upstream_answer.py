@@ -48,6 +48,25 @@ def test_calls_make_the_end_one_of_calls() -> None:
     assert events[-1].reason == "tool_calls"
 
 
+def test_an_empty_reason_is_none() -> None:
+    """Some servers have one in every chunk."""
+    assert read(chat("", content="a"), chat("", content="b"), chat("length"), b"data: [DONE]")[1:] == [
+        Text(text="a"),
+        Text(text="b"),
+        Answered(reason="length"),
+    ]
+
+
+def test_its_errors_do_not_quote_what_is_secret() -> None:
+    said = {"message": "wrong key: sk-1", "code": 500}
+    for bad in (line(error=said), line(object="error", **said)):
+        with pytest.raises(ShardlineError) as failed:
+            UpstreamAnswer(16, secret="sk-1").push(bad)
+        assert (failed.value.code, failed.value.message) == ("engine_error", "the upstream failed: wrong key: [key]")
+    long = json.dumps({"error": "x" * 498 + "sk-1" + "y"}).encode()
+    assert "s" not in words_of(long, "sk-1"), "nor its beginning, where the words are cut"
+
+
 def test_the_stop_string_only_where_it_was_asked_for() -> None:
     ending = line(choices=[{"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "END"}])
     assert read(ending, b"data: [DONE]", stops=("END",))[-1].stop == "END"
@@ -71,6 +90,12 @@ def test_the_stop_string_only_where_it_was_asked_for() -> None:
         line(choices=[], usage={"prompt_tokens": 1, "completion_tokens": 10**15}),
         line(usage={"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}),
         line(error={"message": "out of memory"}),
+        line(object="error", message="out of memory"),
+        line(choices=[{"delta": {"tool_calls": [{"id": "x" * 200_000}]}}]),
+        b"data: NaN",
+        b'data: {"choices": [], "usage": {"prompt_tokens": NaN, "completion_tokens": 1}}',
+        b'data: {"choices": [], "usage": {"prompt_tokens": 1e400, "completion_tokens": 1}}',
+        b'data: {"choices": [{"delta": {"content": "\\ud800"}}]}',
         chat("abort"),
         chat(content="x" * 200_000),
     ],
@@ -79,6 +104,15 @@ def test_what_is_no_answer(bad: bytes) -> None:
     with pytest.raises(ShardlineError) as refused:
         read(bad)
     assert refused.value.code == "engine_error"
+
+
+@pytest.mark.parametrize(
+    "small", [{"content": "x"}, {"reasoning": "x"}, {"tool_calls": [{"function": {"arguments": "x"}}]}]
+)
+def test_an_answer_in_endlessly_many_pieces(small: dict[str, Any]) -> None:
+    """Each takes memory on its way, however small it is."""
+    with pytest.raises(ShardlineError, match="more than the tokens"):
+        read(*[chat(**small)] * 5_000)
 
 
 def test_text_behind_the_end_and_no_end() -> None:

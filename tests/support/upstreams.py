@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardline.node import composite_run
-from shardline.node.composite_run import content_id_of
 from shardline.options import CompositeOptions
 from shardline.settings import Settings
+from shardline.wire.composite import content_id_of
 from tests.support.api_cluster import ApiCluster
 from tests.support.local_cluster import CREDENTIAL, Role
 
 Json = dict[str, Any]
-Then = Literal["end", "hang", "break"]
+Then = Literal["end", "hang", "break", "drip"]
+"""After the body: a clean end, silence, a connection that breaks, or chunks without a text for ever."""
 MODEL = "some-model"
 
 
@@ -79,6 +80,8 @@ class StubUpstream:
         self.models: Any = {"object": "list", "data": [{"id": MODEL, "max_model_len": 4096}]}
         self.models_status = 200
         self.models_hang = False
+        self.old = False
+        """It speaks HTTP/1.0: an answer ends with its connection."""
         self.looks = 0
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -131,8 +134,18 @@ class StubUpstream:
             asked.left.set()
         elif reply.then == "break":
             writer.transport.abort()
+        elif reply.then == "drip":
+            nothing = sse({"choices": []})
+            while not (writer.is_closing() or reader.at_eof()):
+                writer.write(b"%x\r\n%s\r\n" % (len(nothing), nothing))
+                await asyncio.sleep(0.01)
+            asked.left.set()
 
     async def _answer(self, writer: asyncio.StreamWriter, reply: Reply) -> None:
+        if self.old:
+            writer.write(f"HTTP/1.0 {reply.status} X\r\ncontent-type: {reply.kind}\r\n\r\n".encode() + reply.body)
+            await writer.drain()
+            return
         # Without a length the end of the connection would be the end of the answer: chunks tell the two apart.
         head = (
             f"HTTP/1.1 {reply.status} X\r\ncontent-type: {reply.kind}\r\n{reply.headers}transfer-encoding: chunked\r\n"

@@ -266,3 +266,14 @@ def test_a_proof_is_for_this_key_nonce_and_url(node: SigningNode) -> None:
         assert refusal(admission.check_proof, proof, key, nonce, URL).code == "registration_refused"
     skewed = NodeProof(id=node.id, protocol=7, proof=node.prove("q").proof)
     assert refusal(admission.check_proof, skewed, key, "q", URL).code == "protocol_mismatch"
+
+
+def test_a_composite_shard_is_of_its_own_kind(node: SigningNode) -> None:
+    """One that says the content id of Shards, or of another name, would stand in a group with those."""
+    from shardline.wire.composite import content_id_of
+
+    own: dict[str, Any] = {"n_layers": 1, "text_digest": None, "composite": True, "content_id": content_id_of("m")}
+    admission.check_info(node.info(shards=[shard(0, 1, model="m", **own)]))
+    for change in ({"model": "other"}, {"content_id": "mac1-0"}, {"composite": False}):
+        bad = shard(0, 1, **{"model": "m", **own, **change})
+        assert refusal(admission.check_info, node.info(shards=[bad])).code == "registration_refused"

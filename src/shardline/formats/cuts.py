@@ -38,6 +38,9 @@ that are read in that time. Measured on a model of 135M parameters; large layers
 Part = tuple[int, int]
 """Layers [first, last)."""
 
+ONE_SESSION = "it serves one session at a time: llama.cpp computes its sparse attention for no more"
+"""The warning that holds of the whole model too."""
+
 WINDOWED = frozenset({"llama", "qwen3", "qwen3moe", "gemma3", "deepseek2", "deepseek4"})
 """Architectures that the patch of upstream/llama.cpp loads in part: `llm_arch_supports_window` there."""
 
@@ -135,7 +138,7 @@ class Cuts:
         if self.rules.proof == "close" or (self.is_special() and self.rules.count_cure == "fold_q_norm"):
             found.append("a cut changes the last bits of the numbers, up to about 1e-4 of their size")
         if self.rules.single_session:
-            found.append("it serves one session at a time: llama.cpp computes its sparse attention for no more")
+            found.append(ONE_SESSION)
         if self.context_switch is not None:
             found.append(
                 f"it computes otherwise with a context of more than {self.context_switch} tokens: "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from shardline.errors import ShardlineError
+from shardline.formats.cuts import ONE_SESSION
 from shardline.formats.outline import Engine, Outline
 
 Word = Literal["works", "works with limits", "blocked"]
@@ -53,7 +54,7 @@ def verdict_of(outline: Outline) -> Verdict:
     cuts, refusal = outline.cuts, outline.cuts.refusal
     reason = refusal.message if refusal is not None else _NO_CUT
     shared = _limits(outline)
-    alone = [w for w in cuts.warnings() if w.startswith("it serves one session")]
+    alone = [warning for warning in cuts.warnings() if warning == ONE_SESSION]
     single = _way([*shared, *alone]) if cuts.rules is not None or cuts.runs_whole else Way("blocked", (reason,))
     if cuts.rules is None or not cuts.positions():
         return Verdict(outline.engine, single, Way("blocked", (reason,)))

@@ -20,7 +20,7 @@ from shardline.gateway.tools_parts import Call, Part, Reasoning
 from shardline.transport.bodies import send_json
 from shardline.transport.boundary import error_headers
 
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -155,7 +155,7 @@ def _usage(usage: Usage) -> Json:
             ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
         )
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "input_tokens": usage.prompt_tokens - (usage.cached_tokens or 0),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,

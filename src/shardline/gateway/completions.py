@@ -32,7 +32,7 @@ from shardline.gateway.openai_requests import (
     room,
     text_request,
 )
-from shardline.gateway.passed_choice import PassedChoice
+from shardline.gateway.passed_choice import CallForm, PassedChoice
 from shardline.gateway.template import Templates
 from shardline.gateway.text import TextStore
 from shardline.gateway.tools_answer import Reading
@@ -64,15 +64,15 @@ class Prepared:
     passed_on: bool = False
     """To another server, which knows its tokens, and alone can count them."""
     whole_calls: bool = False
-    """Calls are told whole, not in pieces."""
+    """Calls are told whole, not in pieces, and their arguments are objects."""
 
     def start(self, generations: Generations) -> list[Choice]:
         return [self._choice(index, generations.start(request)) for index, request in enumerate(self.requests)]
 
     def _choice(self, index: int, generation: Generation) -> Choice:
         if self.passed_on:
-            whole = self.whole_calls or not self.asked.stream
-            return PassedChoice(index, generation, chat=self.envelope.chat, whole_calls=whole)
+            calls: CallForm = "objects" if self.whole_calls else "pieces" if self.asked.stream else "whole"
+            return PassedChoice(index, generation, chat=self.envelope.chat, calls=calls)
         stop, vocabulary, reading = self.requests[index].stop, self.envelope.vocabulary, self.reading
         if reading is None:
             return Choice(index, generation, TextStream(vocabulary, stop))

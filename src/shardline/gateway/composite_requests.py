@@ -95,7 +95,9 @@ def _passed(body: bytes, known: frozenset[str]) -> dict[str, Any]:
     """Fields of the checked `body` that go along as they are. Null is as if absent."""
     sent = {name: value for name, value in msgspec.json.decode(body).items() if value is not None}
     for name, why in REFUSED.items():
-        if name in sent and sent[name] not in _ASKS_NOTHING[name]:
+        nothing = _ASKS_NOTHING[name]
+        # By type too: of completions, `"logprobs": 0` asks for those of the tokens themselves, and 0 equals false.
+        if name in sent and not any(sent[name] == value and type(sent[name]) is type(value) for value in nothing):
             unsupported(name, f"'{name}' is not supported of this model: {why}")
     return {name: value for name, value in sent.items() if name in (known | EXTRA) - _MADE_HERE}
 

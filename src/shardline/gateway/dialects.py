@@ -36,7 +36,8 @@ Event = tuple[str, Json]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How the answer ended: `stop`, `length` or `tool_calls`; `stop` is the stop string that did it, None: none."""
+    """How the answer ended: `stop`, `length`, `tool_calls`, or of a composite model `content_filter`; `stop` is the
+    stop string that did it, None: none."""
 
     reason: str
     stop: str | None
@@ -186,7 +187,8 @@ class DialectReply:
             self._written = self._clock()
 
     async def _fail(self, response: sse.EventResponse, error: ShardlineError) -> None:
-        error.details.setdefault("tokens_delivered", self._choice.generated)
+        delivered = None if self._prepared.passed_on else self._choice.generated
+        error.details.setdefault("tokens_delivered", delivered)
         error.details.setdefault("route_sessions", [self._choice.generation.id])
         await self._write(response, _encoded(self._words.fail(error, self._usage())))
 

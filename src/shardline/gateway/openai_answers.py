@@ -29,7 +29,8 @@ UNLIKELY = -9999.0
 class Usage:
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
+    """None: not told, by the upstream of a composite model."""
     reasoning_tokens: int = 0
     known: bool = True
     """Of a composite model whose upstream does not tell it: False, and all numbers are 0."""

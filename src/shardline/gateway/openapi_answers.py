@@ -50,7 +50,13 @@ class AnthropicErrorAnswer(Shape, kw_only=True):
 
 
 class CachedTokens(Shape, kw_only=True):
-    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt that were not computed again.")]
+    cached_tokens: Annotated[
+        int | None,
+        Meta(
+            description="Tokens of the prompt that were not computed again; null where the upstream of a composite "
+            "model does not tell it."
+        ),
+    ]
 
 
 class ReasoningTokens(Shape, kw_only=True):
@@ -148,7 +154,10 @@ class AnswerMessage(Shape, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Annotated[
+    Literal["stop", "length", "tool_calls", "content_filter"],
+    Meta(description="content_filter: of a composite model alone, whose upstream has cut the answer."),
+]
 Account = Annotated[TelemetryEvent, Meta(description="Of the Route Session: route, times of each hop, bytes, tokens.")]
 
 
@@ -272,7 +281,7 @@ class ResponseUsage(Shape, kw_only=True):
 
 
 class Incomplete(Shape, kw_only=True):
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "content_filter"]
 
 
 class Response(Shape, kw_only=True):
@@ -337,7 +346,7 @@ class ContentBlock(Shape, kw_only=True):
     input: dict[str, Any] | UnsetType = UNSET
 
 
-StopReason = Literal["end_turn", "stop_sequence", "max_tokens", "tool_use"]
+StopReason = Literal["end_turn", "stop_sequence", "max_tokens", "tool_use", "refusal"]
 
 
 class MessageUsage(Shape, kw_only=True):

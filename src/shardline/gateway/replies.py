@@ -74,7 +74,8 @@ class Reply:
                         texts[event.index].append(event.delta.text)
                         tokens[event.index].extend(event.delta.tokens)
                         if event.parts is not None:
-                            parts[event.index] = [*(parts[event.index] or ()), *event.parts]
+                            parts[event.index] = found = parts[event.index] or []
+                            found += event.parts
                     else:
                         reasons[event.index] = event.reason
                         left -= 1
@@ -242,7 +243,7 @@ class StreamedReply:
 
     async def _fail(self, error: ShardlineError) -> None:
         """One error event instead of an end: whoever reads it cannot take the answer for a whole one."""
-        error.details.setdefault("tokens_delivered", self._delivered)
+        error.details.setdefault("tokens_delivered", None if self._prepared.passed_on else self._delivered)
         error.details.setdefault("route_sessions", [choice.generation.id for choice in self._choices])
         await self._write(sse.data({"error": error.body()}))
 
@@ -266,10 +267,11 @@ def _usage_told(firsts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
     if len(told) < len(choices):
         return Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0, known=False)
     begun = [choice.usage for choice in firsts if choice.usage is not None]
+    cached = [usage.cached_tokens for usage in begun]
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in begun),
         completion_tokens=sum(usage.completion_tokens for usage in told),
-        cached_tokens=sum(usage.cached_tokens or 0 for usage in begun),
+        cached_tokens=None if None in cached else sum(count or 0 for count in cached),
         reasoning_tokens=sum(usage.reasoning_tokens or 0 for usage in told),
     )
 

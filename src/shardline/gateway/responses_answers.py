@@ -1,6 +1,7 @@
 """Answers of `POST /v1/responses`: output items, their events, and the response object around them.
 
-Owns the shapes and the order of events of OpenAI's Responses API. An answer that was cut at its limit is `incomplete`,
+Owns the shapes and the order of events of OpenAI's Responses API. An answer that was cut, at its limit or by a filter
+of the upstream of a composite model, is `incomplete`,
 one that broke off is `failed`; both keep the text that there was. Pure. Shown by tests/gateway/test_responses.py.
 """
 
@@ -16,6 +17,8 @@ from shardline.gateway.dialects import Ending, Event
 from shardline.gateway.openai_answers import Json, Usage
 from shardline.gateway.responses_requests import ResponsesAsked
 from shardline.gateway.tools_parts import Call, Part, Reasoning
+
+_CUT_BY = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 class _Item:
@@ -73,7 +76,8 @@ class ResponseWords:
         return events
 
     def end(self, ending: Ending) -> list[Event]:
-        status = "incomplete" if ending.reason == "length" else "completed"
+        cut = _CUT_BY.get(ending.reason)
+        status = "completed" if cut is None else "incomplete"
         events: list[Event] = []
         if self._item is None and not self._output:
             events += self._begin(reasoning=False)  # an answer without a word is one all the same
@@ -81,7 +85,7 @@ class ResponseWords:
         self._state = {
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": None if cut is None else {"reason": cut},
             "usage": _usage(ending.usage),
             "telemetry": ending.telemetry,
         }

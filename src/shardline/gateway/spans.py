@@ -32,7 +32,8 @@ def tell_spans(prepared: Prepared, choices: Sequence[Choice], cost: Usage, view_
     if cost.known:
         attributes["gen_ai.usage.input_tokens"] = cost.prompt_tokens
         attributes["gen_ai.usage.output_tokens"] = cost.completion_tokens
-        attributes["gen_ai.usage.cache_read.input_tokens"] = cost.cached_tokens
+        if cost.cached_tokens is not None:
+            attributes["gen_ai.usage.cache_read.input_tokens"] = cost.cached_tokens
     span.name = f"{span.name} {prepared.asked.model[:_NAME_CHARS]}"
     span.attributes.update(attributes)
     for choice in choices:

@@ -16,13 +16,11 @@ from shardline.errors import ShardlineError
 from shardline.gateway.generate_api import FinishedEvent
 from shardline.gateway.line import Line
 from shardline.gateway.session import RouteSession
-from shardline.wire.composite import Answered, Taken, Text
+from shardline.wire.composite import CALLS, Answered, Taken, Text, can_be, chars_of, most_chars
 from shardline.wire.messages import Finished, Opened, Progress, StreamEvent, Token
 
 _FOR_CLIENTS = frozenset({"unsupported_parameter", "invalid_value", "context_length_exceeded"})
 """What an upstream, or the Node in front of it, may find wrong with the request itself."""
-_TEXT_LIMIT = 16 << 20
-"""Characters that may wait unread."""
 
 
 class UpstreamSession(RouteSession):
@@ -33,8 +31,9 @@ class UpstreamSession(RouteSession):
         super().__init__(**given)
         self.answered: Answered | None = None
         self._texts: deque[Text] = deque()
-        self._waiting = 0
+        self._chars_left = most_chars(self._max_tokens)
         self._taken = False
+        self._stops = () if self._call is None else self._call.fields.get("stop", ())
 
     async def open(self) -> None:
         await super().open()
@@ -44,7 +43,7 @@ class UpstreamSession(RouteSession):
         """Return when the upstream answers, or raise why it will not."""
         while not self._taken and self.failure is None:
             await self._next_change()
-        if self.failure is not None:
+        if self.failure is not None and self.answered is None:  # one that is whole has lost nothing
             raise self.failure
 
     async def next_texts(self) -> list[Text]:
@@ -53,7 +52,6 @@ class UpstreamSession(RouteSession):
             if self._texts:
                 texts = list(self._texts)
                 self._texts.clear()
-                self._waiting = 0
                 return texts
             if self.answered is not None:
                 return []
@@ -94,12 +92,24 @@ class UpstreamSession(RouteSession):
         elif isinstance(event, Taken):
             self._taken = True
         elif isinstance(event, Answered):
-            self.answered = event
+            self._answer(line, event)
+        elif not all(0 <= piece.index < CALLS for piece in event.calls):
+            self._fail(self._spoiled(line, "sent a call with a number that none has"))
         else:
-            self._waiting += len(event.text) + len(event.reasoning)
-            self._texts.append(event)
-            if self._waiting > _TEXT_LIMIT:
-                self._fail(self._spoiled(line, "sent more than any answer has"))
+            self._chars_left -= chars_of(event)
+            if self._chars_left < 0:
+                self._fail(self._spoiled(line, "sent more than such an answer has"))
+            else:
+                self._texts.append(event)
+
+    def _answer(self, line: Line, event: Answered) -> None:
+        """What it counts, books and metrics count too; the stop string is one of the request."""
+        if event.usage is not None and not can_be(event.usage):
+            self._fail(self._spoiled(line, "counts tokens as they cannot be"))
+        elif event.stop is not None and event.stop not in self._stops:
+            self._fail(self._spoiled(line, "ended at a stop string that was not asked for"))
+        else:
+            self.answered = event
 
     def _spoiled(self, line: Line, what: str) -> ShardlineError:
         return ShardlineError("seam_invalid", f"Node {line.hop.node} {what}", node=line.hop.node)

@@ -34,8 +34,14 @@ _STREAM_SLACK = 1_024
 _LOOK_S = 1.0
 """Pause between two looks at an upstream that has no session."""
 _RETRY_S = 0.5
-_LOST = frozenset({"engine_lost", "deadline"})
-"""What a session says of an upstream that may be gone."""
+_RETRY_MOST_S = 8.0
+"""Pauses before an upstream is tested again: each time that it fails the test, the next one is twice as long."""
+_DOUBTFUL = frozenset({"engine_lost", "deadline", "setting_invalid"})
+"""What a session says of an upstream that may be gone, or takes this Node's key no more."""
+_LOST = _DOUBTFUL | {"model_not_found"}
+"""What a look finds where every session would fail."""
+_BUSY = frozenset({"capacity", "resources_exhausted"})
+"""What it finds where the upstream, or this Node, has too much to do for the moment."""
 _FINAL = frozenset({"model_not_found", "setting_invalid"})
 """Before it was ready for the first time: its operator must correct something."""
 
@@ -135,6 +141,7 @@ class CompositeHost:
             await self._until_lost()
 
     async def _reach(self) -> None:
+        pause = _RETRY_S
         while True:
             try:
                 told = await self._upstream.context_length()
@@ -147,8 +154,10 @@ class CompositeHost:
                     self._set_state("failed", error.message)
                     self.settled.set()
                     return
+                tested = self.state == "testing"  # which costs the upstream an answer
+                pause = min(2 * pause, _RETRY_MOST_S) if tested else _RETRY_S
                 self._set_state("loading", error.message)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(pause)
             else:
                 self._doubt.clear()
                 self._set_state("ready")
@@ -178,14 +187,14 @@ class CompositeHost:
             except TimeoutError:
                 if self._sessions:
                     continue
+            doubted = self._doubt.is_set()
+            self._doubt.clear()  # one that comes while it is asked is one more reason to ask
             try:
                 await self._upstream.context_length()
             except ShardlineError as error:
-                if error.code not in _LOST and error.code != "model_not_found" and not self._doubt.is_set():
-                    continue  # it answers, if only that it is busy
-                self._lose(error)
-                return
-            self._doubt.clear()
+                if error.code in _LOST or (doubted and error.code not in _BUSY):
+                    self._lose(error)
+                    return
 
     def _lose(self, error: ShardlineError) -> None:
         self.losses += 1
@@ -224,7 +233,7 @@ class CompositeHost:
         try:
             await self._upstream.answer(call, max_tokens, session.stream.emit)
         except ShardlineError as error:
-            if error.code in _LOST:
+            if error.code in _DOUBTFUL:
                 self._doubt.set()
             self._fail(session, error)
 

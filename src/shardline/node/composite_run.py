@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import socket
 from contextlib import AsyncExitStack
@@ -36,16 +35,12 @@ from shardline.transport.join import join_line, joined
 from shardline.transport.membership import Membership
 from shardline.transport.spans import traced
 from shardline.transport.tracker_client import TrackerClient
+from shardline.wire.composite import content_id_of
 from shardline.wire.messages import EngineHealth, KvInfo, NodeInfo, NodeLimits, ShardInfo
 from shardline.wire.steps import TOKENS_ONLY
 
 log = structlog.get_logger(__name__)
 _STOP_S = 1.0
-
-
-def content_id_of(model: str) -> str:
-    """Of a model known by name alone: it names no content, and no file has it."""
-    return "name1-" + hashlib.sha256(model.encode()).hexdigest()
 
 
 async def run(options: CompositeOptions) -> None:
@@ -59,6 +54,9 @@ async def run(options: CompositeOptions) -> None:
         check_tracker(options.tracker_url, insecure_plain_http=options.insecure_plain_http)
         warn_of_plain_http(options.host)
     parts = split_url(url)
+    if parts.scheme == "http" and options.upstream_ca is not None:
+        why = "certificates are for an https upstream, and this one is http"
+        raise ShardlineError("setting_invalid", why, param="upstream_ca")
     if parts.scheme == "http" and not is_loopback(parts.host):
         log.warning("upstream_in_the_open", host=parts.host, reason="prompts and the key go to it unencrypted")
     async with AsyncExitStack() as stack:
@@ -67,7 +65,7 @@ async def run(options: CompositeOptions) -> None:
         upstream_http = upstream_client(options.settings, options.upstream_key, ca_file)
         stack.push_async_callback(upstream_http.aclose)
         place = UpstreamPlace(url=url, model=options.model, extra_fields=options.upstream_fields)
-        upstream = Upstream(place, upstream_http, options.settings)
+        upstream = Upstream(place, upstream_http, options.settings, secret=options.upstream_key)
         if options.join is None:
             await _run(options, sock, upstream, identity_key(options.identity_path), None)
             return

@@ -23,7 +23,7 @@ from shardline.node.upstream_answer import Event, UpstreamAnswer, words_of
 from shardline.settings import Settings
 from shardline.telemetry.log_tail import printable
 from shardline.transport.addresses import split_url
-from shardline.transport.failures import ConnectFailed, HttpFailure, OwnLack, TimedOut
+from shardline.transport.failures import ConnectFailed, HttpFailure, NotOurPeer, OwnLack, TimedOut
 from shardline.transport.http_client import HttpClient
 from shardline.transport.tracing import untraced
 from shardline.wire.composite import EXTRA, PASSED_CHAT, PASSED_TEXT, Answered, UpstreamCall
@@ -34,6 +34,10 @@ _KEY = re.compile(r"[!-~]{1,4096}")
 _MODELS_BYTES = 4 << 20
 _NAMES_TOLD = 5
 _TEST_TOKENS = 8
+_NO_STREAM = frozenset({"application/json", "text/html"})
+"""What comes with a status of success from servers that do not stream, or fail without saying so."""
+_TOO_LONG = (b'"context_length_exceeded"', b'"exceed_context_size_error"', b"maximum context length")
+"""By what servers (OpenAI's own, llama-server, vLLM and SGLang) tell that from other faults of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,8 @@ def check_place(url: str, key: str | None) -> str:
     except ShardlineError:
         parts = None
     if parts is None or "?" in url or parts.party is not None:
-        why = f"{printable(url, 200)!r} is no URL of an API, such as http://127.0.0.1:8000/v1"
+        # Not quoted: where it is wrong because it holds a password or a key, that would stand in a log.
+        why = "this is no URL of an API, such as http://127.0.0.1:8000/v1: scheme, host, port and path alone"
         raise ShardlineError("setting_invalid", why, param="upstream")
     if key is not None and not _KEY.fullmatch(key):
         raise ShardlineError("setting_invalid", "the key is one line of visible characters", param="upstream_key_file")
@@ -75,8 +80,12 @@ def check_place(url: str, key: str | None) -> str:
 class Upstream:
     """One server. `client` carries its key, and nothing of the cluster."""
 
-    def __init__(self, place: UpstreamPlace, client: HttpClient, settings: Settings) -> None:
+    def __init__(
+        self, place: UpstreamPlace, client: HttpClient, settings: Settings, *, secret: str | None = None
+    ) -> None:
+        """`secret`: the key that `client` carries, which is kept out of what the upstream says in errors."""
         self.place = place
+        self._secret = secret
         self._client = client
         self._settings = settings
 
@@ -95,7 +104,7 @@ class Upstream:
         except HttpFailure as failure:
             raise _lost(failure) from None
         if answer.status != 200:
-            raise _refusal(answer.status, answer.body)
+            raise _refusal(answer.status, answer.body, self._secret)
         try:
             listed = msgspec.json.decode(answer.body, type=_Models).data
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -131,7 +140,7 @@ class Upstream:
         """
         watch = _Silence(self._settings)
         stops = call.fields.get("stop")
-        reader = UpstreamAnswer(max_tokens, (stops,) if isinstance(stops, str) else tuple(stops or ()))
+        reader = UpstreamAnswer(max_tokens, (stops,) if isinstance(stops, str) else tuple(stops or ()), self._secret)
 
         def on_line(line: bytes) -> None:
             if line.startswith(b"data:"):
@@ -173,9 +182,13 @@ class Upstream:
                         )
                     )
                 if stream.status >= 400:
-                    raise _refusal(stream.status, await stream.error_body())
+                    raise _refusal(stream.status, await stream.error_body(), self._secret)
                 if stream.status != 200:
-                    raise _refusal(stream.status, b"")
+                    raise _refusal(stream.status, b"", None)
+                kind = stream.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if kind in _NO_STREAM:
+                    why = f"the upstream answered with {kind}, where a stream of events was asked for"
+                    raise ShardlineError("engine_error", why)
                 failure = await stream.ended()
         except HttpFailure as failed:
             raise _lost(failed) from None
@@ -186,16 +199,23 @@ class Upstream:
             raise ShardlineError("engine_lost", "the upstream's answer broke off: its connection was lost")
 
     async def test(self) -> None:
-        """One small answer, so that a model counts only once it has said something. Raises what `answer` raises."""
+        """One small answer, so that a model counts only once it has said something. Raises what `answer` raises, and
+        `deadline` where it goes on without an end."""
         question = {"role": "user", "content": "Say hello."}
         limit = {"max_tokens": _TEST_TOKENS}
+        seconds = self._settings.prefill_chunk_s + _TEST_TOKENS * self._settings.step_s
         try:
-            await self._said_something(UpstreamCall(kind="chat", fields={"messages": [question], **limit}))
-        except ShardlineError as error:
-            if error.code != "invalid_value":
-                raise
-            # A model without a chat template: what it can do is go on with a text.
-            await self._said_something(UpstreamCall(kind="text", fields={"prompt": "Hello", **limit}))
+            async with asyncio.timeout(seconds):
+                try:
+                    await self._said_something(UpstreamCall(kind="chat", fields={"messages": [question], **limit}))
+                except ShardlineError as error:
+                    if error.code != "invalid_value":
+                        raise
+                    # A model without a chat template: what it can do is go on with a text.
+                    await self._said_something(UpstreamCall(kind="text", fields={"prompt": "Hello", **limit}))
+        except TimeoutError:
+            why = f"the upstream has not ended the answer to the self-test within {seconds:g} s"
+            raise ShardlineError("deadline", why, limit="step") from None
 
     async def _said_something(self, call: UpstreamCall) -> None:
         ends: list[Answered] = []
@@ -205,7 +225,8 @@ class Upstream:
 
 
 class _Silence:
-    """Judges how long nothing has come: keep-alives are not the answer."""
+    """Judges how long nothing has come: keep-alives are not the answer. A time in which this process itself stood still
+    is held against nobody."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -221,11 +242,15 @@ class _Silence:
         settings = self._settings
         while True:
             limit, seconds = ("step", settings.step_s) if self._begun else ("prefill_chunk", settings.prefill_chunk_s)
-            left = self._last + seconds - self._loop.time()
+            now = self._loop.time()
+            left = self._last + seconds - now
             if left <= 0:
                 message = f"the upstream has said nothing for {seconds:g} s"
                 raise ShardlineError("deadline", message, limit=limit)
-            await asyncio.sleep(min(left, settings.beat_interval_s))
+            pause = min(left, settings.beat_interval_s)
+            await asyncio.sleep(pause)
+            if self._loop.time() - now - pause > settings.late_timer_s:
+                self._last = self._loop.time()
 
 
 def upstream_client(settings: Settings, key: str | None, ca_file: str | None) -> HttpClient:
@@ -235,7 +260,7 @@ def upstream_client(settings: Settings, key: str | None, ca_file: str | None) ->
     except (OSError, ssl.SSLError) as error:
         why = f"no certificates can be read of it: {error}"
         raise ShardlineError("setting_invalid", why, param="upstream_ca") from None
-    return HttpClient(settings, credential=key, tls=tls, part="the Node")
+    return HttpClient(settings, credential=key, tls=tls, part="the Node", foreign=True)
 
 
 def _lost(failure: HttpFailure) -> ShardlineError:
@@ -244,16 +269,18 @@ def _lost(failure: HttpFailure) -> ShardlineError:
     log.warning("upstream_not_reached", reason=str(failure))
     if isinstance(failure, TimedOut):
         return ShardlineError("deadline", "the upstream did not answer in time", limit=failure.limit)
+    if isinstance(failure, NotOurPeer):
+        return ShardlineError("engine_lost", f"what the upstream answers cannot be read: {failure.what}")
     why = "takes no connection" if isinstance(failure, ConnectFailed) else f"was lost: {failure.brief}"
     return ShardlineError("engine_lost", f"the upstream {why}")
 
 
-def _refusal(status: int, body: bytes) -> ShardlineError:
+def _refusal(status: int, body: bytes, secret: str | None) -> ShardlineError:
     """What a status that is no success means, and for whom."""
-    words = words_of(body)
+    words = words_of(body, secret)
     log.info("upstream_refused", status=status)  # its words may quote the request, and are for who sent that
     if status in (400, 413, 422):
-        code = "context_length_exceeded" if b'"context_length_exceeded"' in body else "invalid_value"
+        code = "context_length_exceeded" if any(sign in body for sign in _TOO_LONG) else "invalid_value"
         return ShardlineError(code, f"the upstream refused the request: {words}")
     if status in (401, 403):
         why = f"the upstream refuses the key of this Node (status {status})"

@@ -13,15 +13,20 @@ import msgspec
 
 from shardline.errors import ShardlineError
 from shardline.telemetry.log_tail import printable
-from shardline.wire.composite import Answered, CallPiece, EndReason, Taken, Text, UpstreamUsage
+from shardline.wire.composite import (
+    CALLS,
+    Answered,
+    CallPiece,
+    EndReason,
+    Taken,
+    Text,
+    UpstreamUsage,
+    can_be,
+    chars_of,
+    most_chars,
+)
 
 _REASONS: dict[str, EndReason] = {reason: reason for reason in get_args(EndReason)} | {"function_call": "tool_calls"}
-BYTES_PER_TOKEN = 1_024
-BYTES_BESIDE = 64 << 10
-"""An answer of n tokens has at most n times the first, and the second beside that: no token is longer."""
-CALLS = 128
-"""Most calls of tools in one answer."""
-_COUNT_LIMIT = 1 << 40
 _WORDS_CHARS = 500
 _FIELDS = (b":", b"event:", b"id:", b"retry:")
 """Lines of an event stream that carry no data."""
@@ -74,17 +79,21 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    kind: str | None = msgspec.field(default=None, name="object")
+    """`error`: the chunk is one, as some servers write it."""
 
 
 _chunks = msgspec.json.Decoder(_Chunk)
 
 
 class UpstreamAnswer:
-    """The events of one answer of at most `max_tokens`. `push` each line; `end` when the stream is over."""
+    """The events of one answer of at most `max_tokens`. `push` each line; `end` when the stream is over. `secret`: what
+    no word of an error may quote."""
 
-    def __init__(self, max_tokens: int, stops: tuple[str, ...] = ()) -> None:
-        self._bytes_left = BYTES_BESIDE + BYTES_PER_TOKEN * max_tokens
+    def __init__(self, max_tokens: int, stops: tuple[str, ...] = (), secret: str | None = None) -> None:
+        self._secret = secret
+        self._chars_left = most_chars(max_tokens)
         self._stops = stops
         self._reason: EndReason | None = None
         self._stop: str | None = None
@@ -113,8 +122,10 @@ class UpstreamAnswer:
             chunk = _chunks.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise _no_answer("a chunk that is none of an answer") from None
-        if chunk.error is not None and bytes(chunk.error) != b"null":
-            raise ShardlineError("engine_error", f"the upstream failed: {words_of(bytes(chunk.error))}")
+        if bytes(chunk.error) not in (b"", b"null"):
+            raise ShardlineError("engine_error", f"the upstream failed: {words_of(bytes(chunk.error), self._secret)}")
+        if chunk.kind == "error":
+            raise ShardlineError("engine_error", f"the upstream failed: {words_of(data, self._secret)}")
         return self._read(chunk)
 
     def end(self) -> Answered:
@@ -151,14 +162,13 @@ class UpstreamAnswer:
         if self._reason is not None:
             raise _no_answer("text behind the end of its answer")
         self._called = self._called or bool(text.calls)
-        size = len(text.text) + len(text.reasoning) + sum(64 + len(c.arguments) + len(c.name or "") for c in text.calls)
-        self._bytes_left -= size
-        if self._bytes_left < 0:
+        self._chars_left -= chars_of(text)
+        if self._chars_left < 0:
             raise _no_answer("more than the tokens that were asked for can hold")
         return text
 
     def _finish(self, choice: _Choice) -> None:
-        if choice.finish_reason is None:
+        if not choice.finish_reason:  # some servers have an empty one in every chunk
             return
         reason = _REASONS.get(choice.finish_reason)
         if reason is None:
@@ -179,23 +189,23 @@ def _piece(call: _Call) -> CallPiece:
 def _usage(told: _Usage) -> UpstreamUsage:
     cached = None if told.prompt_tokens_details is None else told.prompt_tokens_details.cached_tokens
     reasoned = None if told.completion_tokens_details is None else told.completion_tokens_details.reasoning_tokens
-    counts = (told.prompt_tokens, told.completion_tokens, cached or 0, reasoned or 0)
-    if not all(0 <= count < _COUNT_LIMIT for count in counts) or counts[2] > counts[0] or counts[3] > counts[1]:
-        raise _no_answer("a usage that cannot be")
-    return UpstreamUsage(
+    usage = UpstreamUsage(
         prompt_tokens=told.prompt_tokens,
         completion_tokens=told.completion_tokens,
         cached_tokens=cached,
         reasoning_tokens=reasoned,
     )
+    if not can_be(usage):
+        raise _no_answer("a usage that cannot be")
+    return usage
 
 
 def _no_answer(what: str) -> ShardlineError:
     return ShardlineError("engine_error", f"the upstream sent {what}")
 
 
-def words_of(body: bytes) -> str:
-    """What an error object, or the body around one, says to people; of anything else nothing."""
+def words_of(body: bytes, secret: str | None = None) -> str:
+    """What an error object, or the body around one, says to people, but for `secret`; of anything else nothing."""
     try:
         said: Any = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -203,4 +213,6 @@ def words_of(body: bytes) -> str:
     for _ in range(2):
         if isinstance(said, dict):
             said = said.get("error", said.get("message", said.get("detail")))
-    return printable(said, _WORDS_CHARS) if isinstance(said, str) and said else "no reason given"
+    if not isinstance(said, str) or not said:
+        return "no reason given"
+    return printable(said.replace(secret, "[key]") if secret else said, _WORDS_CHARS)

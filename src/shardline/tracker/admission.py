@@ -18,6 +18,7 @@ from shardline.settings import PROTOCOL
 from shardline.tracker.bounds import ADVERTISEMENT_LIMIT, STATEMENT_LIMIT, check_bounds
 from shardline.transport.addresses import check_callable_address, make_url, split_url
 from shardline.wire.artifacts import ADVERTISEMENT_DOMAIN, ADVERTISEMENT_S, Advertisement, Fetching
+from shardline.wire.composite import BY_NAME, content_id_of
 from shardline.wire.messages import Heartbeat, NodeInfo, NodeProof, Nonce, Registration, ShardInfo, StepTimes
 from shardline.wire.tickets import SignatureRefused, node_id_of, peek, verify
 
@@ -177,6 +178,12 @@ def _check_shard(shard: ShardInfo) -> None:
         raise refused("prefill_chunk and context_length of a ready Shard are at least 1")
     if shard.composite and (shard.first, shard.last, shard.n_layers, shard.text_digest) != (0, 1, 1, None):
         raise refused("a composite Shard is the whole model, told as one layer, and has no text bundle")
+    by_name = (
+        shard.content_id == content_id_of(shard.model) if shard.composite else shard.content_id.startswith(BY_NAME)
+    )
+    if by_name != shard.composite:
+        # Else it would stand in one group with Shards of another kind, or of another name.
+        raise refused("a composite Shard has the content id of its model's name, and no other Shard has such a one")
     if shard.times is not None:
         _check_times(shard.times)
 

@@ -48,12 +48,14 @@ class Connection(asyncio.Protocol):
         "_complete",
         "_done",
         "_fd",
+        "_foreign",
         "_gone",
         "_head_bytes",
         "_head_limit",
         "_headed",
         "_headers",
         "_keep",
+        "_open_ended",
         "_parser",
         "_paused",
         "_place",
@@ -72,13 +74,18 @@ class Connection(asyncio.Protocol):
         head_limit: int,
         done: Callable[[Connection, bool], None],
         gone: Callable[[Connection], None],
+        *,
+        foreign: bool = False,
     ) -> None:
+        """`foreign`: a response may have no marked end, and then ends with the connection, as in HTTP/1.0; whoever
+        reads it must see by itself whether it is whole."""
         self.peer = peer
         self.served = 0
         """Responses that were read from this connection to their end."""
         self.lost = False
         """The connection is closed, and everybody has been told."""
         self._head_limit = head_limit
+        self._foreign = foreign
         self._done = done
         self._gone = gone
         self._parser = httptools.HttpResponseParser(self)
@@ -90,7 +97,7 @@ class Connection(asyncio.Protocol):
         self._fd: int | None = None
         """Of a plain socket that takes several pieces in one call."""
         self._head_bytes = 0
-        self._started = self._headed = self._complete = self._keep = self._paused = False
+        self._started = self._headed = self._complete = self._keep = self._paused = self._open_ended = False
 
     # What the client calls.
 
@@ -103,7 +110,7 @@ class Connection(asyncio.Protocol):
         self._headers = {}
         self._place = None
         self._head_bytes = 0
-        self._started = self._headed = self._complete = self._keep = False
+        self._started = self._headed = self._complete = self._keep = self._open_ended = False
         self._write(pieces)
 
     def _write(self, pieces: Sequence[Buffer]) -> None:
@@ -196,6 +203,10 @@ class Connection(asyncio.Protocol):
         sink, self._sink = self._sink, None
         if sink is None:
             return
+        if exc is None and self._open_ended:
+            self.served += 1
+            sink.end()
+            return
         why = f"connection lost ({exc})" if exc is not None else "connection closed by the other side"
         failure: HttpFailure
         if self._started:
@@ -229,7 +240,9 @@ class Connection(asyncio.Protocol):
         headers = self._headers
         self._headed = True
         if "content-length" not in headers and "transfer-encoding" not in headers and status not in (204, 304):
-            raise NotOurPeer(self.peer, "its response has no marked end")
+            if not self._foreign:
+                raise NotOurPeer(self.peer, "its response has no marked end")
+            self._open_ended = True
         place = sink.head(status, headers)
         if place is not None and str(len(place)) != headers.get("content-length"):
             raise ValueError("the place for a body is not as long as the body")

@@ -67,6 +67,7 @@ class NotOurPeer(HttpFailure):
 
     def __init__(self, peer: str, why: str) -> None:
         super().__init__(peer, f"not our peer: {why}")
+        self.what = why
 
     @property
     def brief(self) -> str:

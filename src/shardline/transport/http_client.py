@@ -164,7 +164,8 @@ class HttpClient:
 
     `tls` is the context for https URLs; without one, an https URL is verified against the system's roots. With the
     keys of a cluster (`ClusterTls`) a URL names the party that must answer (`https://PARTY@HOST:PORT`), and nobody else
-    is called. `part`: what this process is, for the error that says what it lacks.
+    is called. `part`: what this process is, for the error that says what it lacks. `foreign`: the servers are none of
+    ours, and an answer may end with its connection, as in HTTP/1.0.
     """
 
     def __init__(
@@ -174,9 +175,10 @@ class HttpClient:
         credential: str | None = None,
         tls: ssl.SSLContext | ClusterTls | None = None,
         part: str = "this process",
+        foreign: bool = False,
     ) -> None:
         self._settings = settings
-        self._pool = Pool(settings, part=part, tls=tls)
+        self._pool = Pool(settings, part=part, tls=tls, foreign=foreign)
         plain = f"shardline-protocol: {PROTOCOL}\r\n"
         if credential is not None:
             _check_field("authorization", credential)
@@ -327,7 +329,7 @@ class HttpClient:
         """A request whose answer is a stream of lines; `timeout_s` bounds the wait for the response's head only.
 
         With `on_line`, lines are not buffered: it is called with each (without newline) from within the socket's
-        read, also before this context is entered, and only if the status is below 400. `on_end` is called once,
+        read, also before this context is entered, and only with status 200. `on_end` is called once,
         with None after a clean end or else with what broke the stream (also an exception of `on_line`), but not
         after the context was left. `idle_s` bounds each wait of `async for`. A stream left early is closed.
         """

@@ -121,6 +121,8 @@ class LineStream:
             if len(tail) > ERROR_BYTES:
                 raise BrokenResponse(self._peer, f"error body is longer than {ERROR_BYTES} bytes")
             return
+        if self.status != 200:
+            return  # a redirect, which nobody follows, or a part: what it says is no answer
         lines = data.split(b"\n")
         if len(lines) > 1:
             if tail:

@@ -55,9 +55,13 @@ class Pool:
     """All connections of one client. `part` is the process in words, for what it lacks.
 
     With `ClusterTls` it connects to parties of the cluster only: https, and a URL that says which party must answer.
+    `foreign`: to servers that are none of ours, as `Connection` has it.
     """
 
-    def __init__(self, settings: Settings, *, part: str, tls: ssl.SSLContext | ClusterTls | None) -> None:
+    def __init__(
+        self, settings: Settings, *, part: str, tls: ssl.SSLContext | ClusterTls | None, foreign: bool = False
+    ) -> None:
+        self._foreign = foreign
         self._settings = settings
         self._part = part
         self._tls = tls
@@ -117,7 +121,7 @@ class Pool:
             with untraced():
                 async with asyncio.timeout(seconds):
                     transport, connection = await loop.create_connection(
-                        lambda: Connection(origin.peer, self._settings.header_bytes, done, gone),
+                        lambda: Connection(origin.peer, self._settings.header_bytes, done, gone, foreign=self._foreign),
                         host,
                         port,
                         ssl=origin.tls,

@@ -166,13 +166,13 @@ CATALOGUE: dict[str, Fault] = {
 
 RETURNING = "Wait as Retry-After says, then send it again: a Node is loading these layers."
 """Advice of `model_unavailable` where nobody need start anything."""
-ONE_ENGINE = "Start Nodes for the missing layers of one engine class (node --engine): Nodes of others do not help it."
 A_KEY = (
     "Send a key of this Gateway as 'Authorization: Bearer …': one of its --api-keys FILE, or a new one, which is made "
     "on its machine: shardline keys add NAME"
 )
 """Of `unauthorized`, where clients ask a Gateway."""
 
+ONE_ENGINE = "Start Nodes for the missing layers of one engine class (node --engine): Nodes of others do not help it."
 """The same where Nodes of several engine classes have parts of the model."""
 
 

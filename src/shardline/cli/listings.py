@@ -86,11 +86,6 @@ def nodes_text(listed: Sequence[dict[str, Any]], *, wide: bool = False) -> str:
     return _all_of_nodes(listed) if wide else _most_of_nodes(listed)
 
 
-def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
-    """What fits into 80 columns: a table for each model and engine class, and below it why a Shard is not ready."""
-    tables: dict[str, list[tuple[str, ...]]] = {}
-    reasons = []
-    for node in sorted(listed, key=_first_layer):
 def gateways_text(listed: Sequence[dict[str, Any]]) -> str:
     """Who asks the Tracker for routes, by the id that `expel` takes; "" where it knows of none."""
     if not listed:
@@ -114,6 +109,11 @@ def start_of_a_node(tracker: str) -> str:
     return "Start one: shardline node --model PATH"
 
 
+def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
+    """What fits into 80 columns: a table for each model and engine class, and below it why a Shard is not ready."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    reasons = []
+    for node in sorted(listed, key=_first_layer):
         kv = node.get("kv") or {}
         for shard in node.get("shards") or [{}]:
             state, reason = state_of(node, shard)

@@ -46,8 +46,8 @@ class Announcer:
     def __init__(self, name: str, *, supervised: bool, like_logs: bool = False) -> None:
         """`like_logs`: stdout is where JSON log lines go, too, so that announcements have their form."""
         self.name = name
-        self._like_logs = like_logs
         self.supervised = supervised
+        self._like_logs = like_logs
         self._last_news: tuple[str, int] = ("", -1)
 
     def __call__(self, phase: StartPhase, /, **facts: str | int) -> None:
@@ -82,6 +82,7 @@ class Announcer:
         last, self._last_news = self._last_news, (phase, fifths(facts))
         return phase not in COUNTED or last != self._last_news
 
+
 def is_one_place() -> bool:
     """Whether stdout and stderr are one file, pipe or journal: what is written to either stands between the other's."""
     try:
@@ -89,7 +90,6 @@ def is_one_place() -> bool:
     except OSError:
         return False
     return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) and not os.isatty(2)
-
 
 
 def _write(line: str) -> None:

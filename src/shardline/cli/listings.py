@@ -79,8 +79,9 @@ def _is_long_gone(node: dict[str, Any]) -> bool:
     return _is_gone(node) and float(node.get("last_seen_s") or 0) > GONE_S
 
 
-def nodes_text(listed: Sequence[dict[str, Any]], *, wide: bool = False) -> str:
-    """One line a Shard; a Node without one still has a line. `wide`: every column, in one table."""
+def nodes_text(listed: Sequence[dict[str, Any]], *, wide: bool = False, tracker: str = "") -> str:
+    """One line a Shard; a Node without one still has a line. `wide`: every column, in one table. `tracker`: who was
+    asked."""
     if not listed:
         return f"No Nodes. {start_of_a_node(tracker)}"
     return _all_of_nodes(listed) if wide else _most_of_nodes(listed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 from functools import partial
 
 from upstream import patches
-from upstream.source import ROOT, Source, pinned_version
+from upstream.source import APPLIED, ROOT, Source, pinned_version
 
 
 def main() -> None:
@@ -47,8 +48,9 @@ def build(source: Source) -> None:
     from upstream import building
 
     source.unpack()
+    APPLIED.write_text(json.dumps(source.applied(), indent=1) + "\n", encoding="utf-8")
     building.build(source)
-    print(f"built in {source.build}")
+    print(f"built: --set llama_window_library={source.bin / 'libllama.so'}")
 
 
 def test(source: Source) -> None:
@@ -58,7 +60,9 @@ def test(source: Source) -> None:
 
     building.run_test(source, write_models(source.folder / "models"))
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", "tests/upstream"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Named, since tests without the library are skipped: wherever the cache lies, it is this one that is tested.
+    library = str(source.bin / "libllama.so")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LLAMA_WINDOW_LIBRARY": library}
     if subprocess.run(command, cwd=ROOT, env=environment).returncode:
         raise SystemExit("make upstream: the engine on the patched library differs: see above")
 

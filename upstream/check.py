@@ -24,6 +24,11 @@ SWEEP = (
     "tests/model/test_llama_exact.py",
     "tests/model/test_llama_architectures.py",
 )
+HANDED_OVER = {
+    "llama_model_params", "llama_context_params", "llama_batch",
+    "llama_sampler_chain_params", "llama_sampler_i", "llama_sampler_seq_config",
+}  # fmt: skip
+"""Structs that the engine fills, or hands over by value."""
 _ARCHITECTURE = re.compile(r'\{ LLM_ARCH_\w+,\s*"([^"]+)"')
 _DESCRIBE = """
 import ctypes, json, pathlib
@@ -39,7 +44,8 @@ print(json.dumps({"version": llama_cpp.__version__, "structs": structs, "functio
 """
 _ACCEPT = """
 import shardline.model.llama_library as library
-library.VERSIONS = {**library.VERSIONS, %r: ""}
+library.VERSIONS = {**library.VERSIONS, %r: "of another version"}
+library.check_commit = lambda built, verified: None
 """
 
 
@@ -51,6 +57,7 @@ def main() -> int:
     pinned, other = Source(pinned_version()), Source(given.version)
     python = venv(given.version)
     before, after = described(Path(sys.executable)), described(python)
+    check_version(after["version"], given.version, python)
     print(f"== {PACKAGE} {before['version']} against {after['version']}")
     failed = show_structs(before["structs"], after["structs"])
     show_names("functions of the package", before["functions"], after["functions"])
@@ -79,8 +86,17 @@ def venv(version: str) -> Path:
         (site / "behind.pth").write_text(f"{own}\n{ROOT / 'src'}\n{ROOT}\n", encoding="utf-8")
         command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += ["--ignore-installed", "--find-links", str(cache_folder().parent / "wheels")]
-        subprocess.run([*command, f"{PACKAGE}=={version}"], check=True)
+        # As scripts/prepare.py compiles it: without the part for pictures.
+        environment = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF", **os.environ}
+        subprocess.run([*command, f"{PACKAGE}=={version}"], check=True, env=environment)
     return python
+
+
+def check_version(found: object, version: str, python: Path) -> None:
+    """SystemExit where an interpreter has another version: of an installation that was ended, the pinned one shows."""
+    if found != version:
+        folder = python.parent.parent
+        raise SystemExit(f"make upstream-check: {python} has {found}, not {version}. What to do: rm -r {folder}")
 
 
 def described(python: Path) -> dict[str, object]:
@@ -99,7 +115,7 @@ def show_structs(before: object, after: object) -> bool:
             f"struct {name}: gone {gone or 'nothing'}, new {new or 'nothing'}{'' if gone or new else ', other order'}"
         )
     show_names("structs", list(before), list(after))
-    return any(name in ("llama_model_params", "llama_context_params", "llama_batch") for name in changed)
+    return any(name in HANDED_OVER for name in changed) or bool(HANDED_OVER & before.keys() - after.keys())
 
 
 def show_names(what: str, before: object, after: object) -> None:

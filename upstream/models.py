@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from shardline.formats.cuts import WINDOWED
@@ -12,10 +13,11 @@ from tests.support.window import deepseek4
 
 
 def write_models(folder: Path) -> Path:
+    """Anew each time: what is there may be of other definitions, or half written."""
     library()  # takes the log, which is long
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for architecture in sorted(WINDOWED):
-        path = folder / f"{architecture}.gguf"
-        if not path.exists():
-            write_tiny_gguf(deepseek4() if architecture == "deepseek4" else BY_NAME[architecture], path)
+        tiny = deepseek4() if architecture == "deepseek4" else BY_NAME[architecture]
+        write_tiny_gguf(tiny, folder / f"{architecture}.gguf")
     return folder

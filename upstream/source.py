@@ -21,6 +21,8 @@ from upstream import patches
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llama-cpp-python"
 _INSIDE = "vendor/llama.cpp/"
+APPLIED = patches.FOLDER / "applied.json"
+"""The last that was applied, and to which package: a patch or a pin that nobody has tried is noticed offline."""
 
 
 def cache_folder() -> Path:
@@ -73,6 +75,11 @@ class Source:
             raise FileNotFoundError(f"pip left no source package of {PACKAGE} {self.version} in {self.folder}")
         return found
 
+    def applied(self) -> dict[str, str]:
+        """What was applied to what, to be kept in the checkout: packages of a registry never change."""
+        package = hashlib.sha256(self.download().read_bytes()).hexdigest()
+        return {"version": self.version, "package_sha256": package, "patches_sha256": patches_digest()}
+
     def texts(self) -> dict[str, str]:
         """The files that the patches change, as they are in the package."""
         package = self.package()
@@ -88,12 +95,15 @@ class Source:
         return found
 
     def unpack(self, *, patched: bool = True) -> None:
-        """The tree, with the patches (or as it is); nothing where it is there already."""
+        """The tree, with the patches (or as it is); nothing where it is there already, whole."""
         mark = self.folder / "patched"
         state = patches_digest() if patched else "as it is"
-        if mark.exists() and mark.read_text(encoding="utf-8") == state:
+        before, *changed = mark.read_text(encoding="utf-8").split("\n") if mark.exists() else [""]
+        if before == state:
             return
         package = self.download()
+        # A tree that is half unpacked, or half patched, is none; what of the one before was built is still known.
+        mark.write_text("\n".join(["", *changed]), encoding="utf-8")
         shutil.rmtree(self.tree, ignore_errors=True)
         with tarfile.open(package) as archive:
             members = []
@@ -103,10 +113,11 @@ class Source:
                     member.name = path
                     members.append(member)
             archive.extractall(self.tree, members, filter="data")
-        if patched:
-            for _ in patches.apply_all(self.tree):
-                pass
-        mark.write_text(state, encoding="utf-8")
+        paths = list(patches.apply_all(self.tree)) if patched else []
+        for path in changed:
+            # Its objects are those of the patched file, and the unpacked one has its old time.
+            os.utime(self.tree / path)
+        mark.write_text("\n".join([state, *sorted(set(paths))]), encoding="utf-8")
 
 
 def _inside(name: str) -> str:

@@ -18,8 +18,8 @@ RATIOS = [0, 0, 4, 128, 4, 128, 4, 128]
 
 
 def patched_library() -> Path:
-    """Skips, with the reason, where it is not built. SHARDLINE_WINDOW_LIBRARY names another one."""
-    path = Path(os.environ.get("SHARDLINE_WINDOW_LIBRARY") or built_library())
+    """Skips, with the reason, where it is not built. LLAMA_WINDOW_LIBRARY names another one."""
+    path = Path(os.environ.get("LLAMA_WINDOW_LIBRARY") or built_library())
     if not path.is_file():
         pytest.skip(f"the patched library of llama.cpp is not built. {ADVICE}")
     return path

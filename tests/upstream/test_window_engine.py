@@ -20,7 +20,8 @@ from shardline.formats.cuts import WINDOWED
 from shardline.model.backend import ShardSpec
 from shardline.model.llama_backend import LlamaBackend
 from shardline.model.llama_shard import load as load_stock
-from shardline.model.llama_window import load
+from shardline.model.llama_window import WindowMaking, load
+from shardline.wire.steps import LayoutTensor, SeamLayout
 from tests.support.llama_route import CONTENT_ID, entry, through
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import BY_NAME, LAYERS, VOCABULARY, WIDTH
@@ -147,6 +148,18 @@ def test_what_crosses_the_seam_is_four_streams(folder: Path, library: Path) -> N
         assert (tensor.name, tuple(tensor.shape), tensor.dtype) == ("streams", (STREAMS, WIDTH), "F32")
         assert head.engine.engine_class.startswith("llama-window/")
         assert 0 < head.weight_bytes < model_file(folder, "deepseek4").stat().st_size
+
+
+def test_a_state_of_another_width_than_the_seams_is_refused(
+    folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = SeamLayout([LayoutTensor("hidden", "F32", (WIDTH,))])
+    monkeypatch.setattr(WindowMaking, "_layout", lambda self, position: narrow)
+    options = {**SIZES, "library": str(library)}
+    for first, last in ((0, 4), (4, LAYERS)):
+        with pytest.raises(ShardlineError, match=f"{4 * WIDTH} bytes cross the Seam") as caught:
+            load(ShardSpec(str(model_file(folder, "deepseek4")), first, last, threads=1, options=options))
+        assert caught.value.code == "architecture_unsupported"
 
 
 def test_a_saved_slot_goes_on_where_it_was(folder: Path, library: Path) -> None:

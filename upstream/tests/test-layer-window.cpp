@@ -35,7 +35,8 @@ static double nmse(const floats & a, const floats & b) {
         diff += double(a[i] - b[i])*double(a[i] - b[i]);
         size += double(a[i])*double(a[i]);
     }
-    return diff/size;
+    const double ret = diff/size;
+    return ret >= 0.0 ? ret : 1e30; // what is not a number is not equal, and std::max() would lose it
 }
 
 // which rows of a batch are outputs
@@ -213,12 +214,27 @@ static void test_refusals(const std::string & path, stage & second) {
     CHECK(llama_memory_seq_pos_max(llama_get_memory(second.ctx), 0) == -1, "memory changed");
 }
 
+// embeddings of a stage that is not the last: there are none, and its state is there all the same
+static void test_embeddings(stage & first) {
+    int32_t code = 0;
+    llama_set_embeddings(first.ctx, true);
+    const floats state = first.decode({ 1, 2 }, nullptr, OUTPUT_LAST, &code);
+    CHECK(code == 0 && !state.empty(), "%d", code);
+    CHECK(llama_get_embeddings(first.ctx) == nullptr, "a stage has embeddings");
+    llama_set_embeddings(first.ctx, false);
+    first.clear();
+
+    llama_token token = 1;
+    CHECK(llama_encode(first.ctx, llama_batch_get_one(&token, 1)) == -1, "a stage encodes");
+}
+
 static void test_model(const std::string & path) {
     stage whole(path, 0, -1);
     CHECK(whole.ctx != nullptr, "%s", path.c_str());
     if (!whole.ctx) {
         return;
     }
+    CHECK(stage(path, 0, 0).model != nullptr, "parameters that are all zero are no window");
     char desc[64] = {};
     llama_model_meta_val_str(whole.model, "general.architecture", desc, sizeof(desc));
     printf("%s, %d layers\n", desc, whole.n_layer);
@@ -262,6 +278,7 @@ static void test_model(const std::string & path) {
         }
         if (cuts.size() == 1 && cuts[0] == 1) {
             test_refusals(path, *stages.back());
+            test_embeddings(*stages.front());
         }
     };
     int32_t n_cuts = 0;

@@ -74,11 +74,9 @@ class WindowMaking(Making):
     def _width(self) -> int:
         """Of the state that goes in: all residual streams."""
         width: int = self.library.c.llama_model_n_embd_inp(self.model.pointer)
-        layout = self._layout(self.source.first)
-        if layout.row_bytes not in (0, 4 * width):
-            raise ShardlineError(
-                "architecture_unsupported", f"rows of {width} go in, and {layout.row_bytes} bytes cross the Seam"
-            )
+        row_bytes = self._layout(self.source.first).row_bytes
+        if row_bytes not in (0, 4 * width):
+            raise _other_rows(f"rows of {width} go in", row_bytes)
         return width
 
     def _embedding(self) -> EmbeddingMatrix | None:
@@ -89,7 +87,11 @@ class WindowMaking(Making):
         return seam_of_gguf(header, shape, LayerKinds()).layout(position, shape.n_layers, "F32")
 
     def _tap(self) -> Tap:
-        return window_tap(self.library, self._layout(self.source.last).row_bytes, self.source.last)
+        last, row_bytes = self.source.last, self._layout(self.source.last).row_bytes
+        width: int = self.library.c.llama_model_n_embd_layer_inp(self.model.pointer, last)
+        if row_bytes != 4 * width:  # else memory behind the library's rows would be read
+            raise _other_rows(f"rows of {width} come out", row_bytes)
+        return window_tap(self.library, row_bytes, last)
 
     def _text(self, held: ExitStack) -> LlamaText | None:
         return self._own_text() if self.source.is_head or self.source.is_tail else None
@@ -104,6 +106,10 @@ class WindowMaking(Making):
         """The library's own figure is the file's."""
         tensors, source = read_model(self.spec.model).tensors, self.source
         return weight_bytes(tensors, source.n_layers).of_shard(source.first, source.last)
+
+
+def _other_rows(what: str, row_bytes: int) -> ShardlineError:
+    return ShardlineError("architecture_unsupported", f"{what}, and {row_bytes} bytes cross the Seam")
 
 
 def window_tap(library: LlamaLibrary, row_bytes: int, layer: int) -> BufferTap:

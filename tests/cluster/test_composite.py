@@ -160,7 +160,6 @@ async def test_other_dialects_over_it(tmp_path: Path) -> None:
             assert called.content[-1].input == {"city": "Oslo"}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
 def calling(arguments: str, finish: str, **first: Any) -> bytes:
     piece = {"index": 0, **first, "function": {"name": "weather", "arguments": arguments}}
     return sse(delta(tool_calls=[piece]), delta(finish), "[DONE]")
@@ -237,6 +236,7 @@ async def test_a_server_of_http_1_0(tmp_path: Path) -> None:
     await stub.die()
 
 
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"top_k": 5}, "top_k"),
@@ -326,7 +326,6 @@ async def test_garbage_fails_one_request_and_frees_it(tmp_path: Path, body: byte
         await cluster.until_free()
 
 
-async def answers(cluster: CompositeCluster) -> bool:
 async def test_an_answer_that_is_no_stream_says_so(tmp_path: Path) -> None:
     """A server that does not stream, or fails with a success; one that redirects, with an answer behind it; one whose
     errors quote what it was sent."""
@@ -377,6 +376,7 @@ async def test_numbers_of_any_size_in_a_schema(tmp_path: Path) -> None:
         assert stub.asked[-1].body["tools"][0]["function"]["parameters"]["properties"]["n"]["maximum"] == 10**30
 
 
+async def answers(cluster: CompositeCluster) -> bool:
     return bool((await cluster.chat()).status_code == 200)
 
 

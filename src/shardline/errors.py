@@ -71,6 +71,7 @@ CATALOGUE: dict[str, Fault] = {
         503, SERVER, True, "Raise the limit that the message names, or send less at once. No other part is to blame."
     ),
     "tracker_unreachable": Fault(503, SERVER, True, "Start the Tracker, or correct its URL."),
+    "gateway_expelled": Fault(503, SERVER, False, "Use another Gateway, or ask who runs the cluster."),
     "gateway_unreachable": Fault(503, SERVER, True, "Start the Gateway (shardline up MODEL), or correct its URL."),
     "text_unavailable": Fault(503, SERVER, True, "The head Node did not serve its text bundle: look at its log."),
     "template_busy": Fault(503, SERVER, True, "The Gateway is busy with chat templates. Wait as Retry-After says."),
@@ -174,6 +175,9 @@ A_KEY = (
 
 ONE_ENGINE = "Start Nodes for the missing layers of one engine class (node --engine): Nodes of others do not help it."
 """The same where Nodes of several engine classes have parts of the model."""
+
+COMPOSITE_GONE = "Start its server, or a Node in front of it: shardline node --upstream URL --model NAME"
+"""The same where the model is behind another server."""
 
 
 class ShardlineError(Exception):

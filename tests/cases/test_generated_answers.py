@@ -61,6 +61,8 @@ async def test_finish_reasons_say_what_ended_the_answer(
         (choice,) = whole["choices"]
         assert (choice["text"], choice["finish_reason"]) == (text, reason)
         assert whole["usage"]["completion_tokens"] == tokens
+        assert whole["telemetry"]["decode"]["tokens"] == tokens
+        assert (await cluster.record(whole["session"]))["decode"]["tokens"] == tokens
         stream = await cluster.read(**fields)
         assert (stream.text, stream.finish_reason, stream.done) == (text, reason, True)
         assert [c["choices"][0]["finish_reason"] for c in stream.chunks if c["choices"]][-1] == reason

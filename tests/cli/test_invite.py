@@ -171,14 +171,22 @@ def test_a_gateway_and_a_node_from_elsewhere_and_how_they_are_thrown_out(desk: D
     chat = desk.run("third", "chat", "-m", "x", "--gateway", url)
     assert (chat.returncode, "alpha beta" in chat.stdout) == (0, True), chat.stderr
 
-    (listed,) = json.loads(desk.run("first", "nodes", "--json").stdout)["nodes"]
+    answer = json.loads(desk.run("first", "nodes", "--json").stdout)
+    (listed,) = answer["nodes"]
+    (membership,) = (desk.folder / "third" / "shardline" / "joined").glob("*/membership.json")
+    gateway = json.loads(membership.read_text())["node"]
+    assert gateway in {known["id"] for known in answer["gateways"]} and len(answer["gateways"]) == 2
+    assert gateway in desk.run("first", "nodes").stdout
+    assert f"{gateway} is out" in desk.run("first", "expel", gateway[:12]).stdout
+    assert desk.running[-1].wait(20) == 1
     tracker = line.partition("/#")[0]
     refused = desk.run("second", "expel", listed["id"], "--tracker", tracker)
     assert refused.returncode == 1 and "only a command on the machine of the Tracker" in refused.stderr
     assert "is named by its id" in desk.run("first", "expel", "node-1").stderr
     assert "is out" in desk.run("first", "expel", listed["id"]).stdout
     assert desk.running[1].wait(20) == 1
-    assert "has expelled this party" in joined.read_text()
+    assert f"has expelled {listed['id']}" in joined.read_text()
+    assert f"shardline expel --undo {listed['id']}" in joined.read_text()
     assert "may come back" in desk.run("first", "expel", "--undo", listed["id"]).stdout
     again = desk.start("second", *node, "--join", tracker)
     desk.until(again, "^node: ready$")

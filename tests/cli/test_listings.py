@@ -27,6 +27,7 @@ NODE = {
 }
 
 
+ANSWER: dict[str, Any] = {"model": "smol", "taken": ["n-0"]}
 SERVED = {"model": "smol", "content_id": "mac1-77"}
 
 
@@ -65,6 +66,30 @@ def test_nodes_stand_in_the_order_of_their_layers() -> None:
     assert [line.split()[0] for line in lines[2:]] == ["n-0", "n-5", "n-10"]
 
 
+def test_wide_nodes_stand_in_the_same_order() -> None:
+    shards = [{**NODE["shards"][0], "first": first, "last": 30} for first in (18, 0)]
+    lines = nodes_text([{**NODE, "id": f"n-{s['first']}", "shards": [s]} for s in shards], wide=True).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["n-0", "n-18"]
+
+
+def test_gateways_of_a_cluster_with_keys_stand_below_the_nodes_and_can_be_expelled_by_what_stands_there(stage) -> None:
+    ids = ["gateway-" + "a" * 16, "gateway-" + "b" * 16]
+    listed = [
+        {"id": ids[0], "state": "calls", "address": "10.0.0.5", "last_seen_s": 0.71},
+        {"id": ids[1], "state": "expelled", "address": None, "last_seen_s": None},
+    ]
+    stage.json("GET /v1/nodes", {"nodes": [NODE], "gateways": listed})
+    for flags in ([], ["--wide"]):
+        lines = CliRunner().invoke(cli, ["nodes", "--tracker", stage.url, *flags]).stdout.splitlines()
+        assert [line.split() for line in lines[-2:]] == [
+            [ids[0], "ready", "10.0.0.5", "0.7", "s"],
+            [ids[1], "expelled", "–", "–"],
+        ]
+        assert max(map(len, lines[-4:])) <= 80
+    stage.json("GET /v1/nodes", {"nodes": []})
+    assert "Gateways" not in CliRunner().invoke(cli, ["nodes", "--tracker", stage.url]).stdout
+
+
 def test_wide_nodes_have_every_column_in_one_table(stage) -> None:
     failed = {**NODE, "id": "n-9", "shards": [{**NODE["shards"][0], "state": "failed", "reason": "no memory"}]}
     stage.json("GET /v1/nodes", {"nodes": [NODE, failed]})
@@ -95,6 +120,12 @@ def test_sessions_show_phase_and_failure(event: dict[str, Any], stage) -> None:
     assert "failed (node_lost)" in lines[2] and "60 s" in lines[2]
     assert sessions_text(listed, now=1000.0, wide=True).splitlines()[1].endswith("smol   n-0 0:15 → n-1 15:30")
     assert sessions_text([], 0.0) == "No Route Sessions."
+
+
+def test_an_embedding_is_no_empty_chat(event: dict[str, Any]) -> None:
+    vector = {**event, "output": "vector", "phase": "completed", "created": 990.0, "decode": {"tokens": 0}}
+    assert sessions_text([vector], now=1000.0).splitlines()[1].split()[2:4] == ["vector", "–"]
+    assert "the prompt becomes a vector" in session_text(vector) and "0 tokens" not in session_text(vector)
 
 
 def test_a_model_that_nobody_serves_is_told_with_those_that_are(stage) -> None:
@@ -204,7 +235,21 @@ def test_explain_names_what_is_missing_and_why_a_route_was_not_taken() -> None:
         *("8.60 ms/token", "not taken: 2 ms more", "and dearer ones"),
     ):
         assert words in text
+    assert "30 layers" in text and "1 layer\n" in explain_text({**ANSWER, "groups": [{**group, "n_layers": 1}]})
     assert explain_text({"model": "smol", "taken": None, "groups": []}).endswith("takes: none")
+
+
+def test_explain_makes_up_no_layers_and_no_times_of_a_composite_node() -> None:
+    shard = {"node": "n-0", "layers": [0, 1], "decode_ms": 1.0, "measured": False, "load": 0.0, "usable": True}
+    shard |= {"reason": None, "kv_reserved": 0, "kv_capacity": 4096}
+    route = {"nodes": ["n-0"], "compute_ms": 1.0, "hop_ms": 0.0, "return_ms": 0.0, "estimate_ms": 1.0}
+    group = {"content_id": "name1-c", "engine_class": "upstream/smol", "n_layers": 1, "composite": True, "missing": []}
+    group |= {"shards": [shard], "blocked": [], "complete": True}
+    group["routes"] = [{**route, "taken": True, "reason": "the least cost"}]
+    text = explain_text({**ANSWER, "groups": [group]})
+    for invented in ("0:1", "1 layer", "1.00", "guessed"):
+        assert invented not in text
+    assert "behind another server" in text and " all " in text and "taken: the least cost" in text
 
 
 def test_config_show_names_sources(monkeypatch) -> None:

@@ -43,6 +43,12 @@ def test_the_place_in_the_queue_and_a_silent_hop_are_told(event: dict[str, Any])
     assert hop_line({**event["route"]["hops"][0], "health": "silent"}).endswith("  silent")
 
 
+def test_a_composite_node_has_all_layers(event: dict[str, Any]) -> None:
+    hop = {**event["route"]["hops"][0], "layers": None}
+    assert route_line({**event, "route": {**event["route"], "n_layers": None, "hops": [hop]}}) == f"{hop['node']} all"
+    assert hop_line(hop).startswith(f"{hop['node']}  all  ")
+
+
 def test_a_failure_is_told_in_words_with_advice(event: dict[str, Any]) -> None:
     error = ShardlineError("node_lost", "Node n-1 (layers 15:30) fell silent in decode", node="n-1")
     for words in (failure_words(error), failure_words(error.body()), block({**event, "failure": error.body()})[-1][1]):

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
+from shardline.transport.tracker_client import TrackerClient
 from shardline.wire.spans import Span
 from tests.support.api_cluster import until
 from tests.support.cluster import Stream
@@ -490,7 +491,54 @@ async def test_what_its_operator_must_correct_ends_the_start(
         with pytest.raises(ShardlineError) as refused:
             await asyncio.wait_for(asyncio.shield(node.task), 10)
         assert refused.value.param == param
+        assert (await cluster.get("/v1/models"))[1]["data"] == [], "what never served leaves no model behind"
+        assert (await TrackerClient(cluster.client, cluster.tracker.url).nodes())["nodes"] == [], "nobody heard of it"
     await stub.die()
+
+
+async def test_a_start_that_fails_late_leaves_no_model(tmp_path: Path) -> None:
+    """Its server was not there at first, so that the Node was known; then it came, without the model."""
+    stub = StubUpstream()
+    await stub.start()
+    await stub.die()
+    async with composite_cluster(tmp_path) as cluster:
+        node = await cluster.start_composite(stub.url)
+
+        async def listed() -> list[tuple[bool, list[Any]]]:
+            return [(m["ready"], m["missing"]) for m in (await cluster.get("/v1/models"))[1]["data"]]
+
+        async def is_known() -> bool:
+            return await listed() == [(False, [])]
+
+        await until(is_known)
+        error = (await cluster.chat()).json()["error"]
+        assert error["code"] == "model_unavailable" and "layer" not in error["message"] + error["advice"]
+        stub.models = {"data": [{"id": "another", "max_model_len": 9}]}
+        await stub.start()
+        assert node.task is not None
+        await asyncio.wait({node.task}, timeout=10)
+        assert isinstance(node.task.exception(), ShardlineError)
+
+        async def is_gone() -> bool:
+            return await listed() == []
+
+        await until(is_gone)
+        assert (await cluster.chat()).json()["error"]["code"] == "model_not_found"
+    await stub.die()
+
+
+async def test_what_is_told_of_it_makes_up_no_layers(tmp_path: Path) -> None:
+    async with stub_cluster(tmp_path) as (cluster, _):
+        telemetry = (await cluster.chat()).json()["telemetry"]
+        assert telemetry["route"]["n_layers"] is None
+        assert [hop["layers"] for hop in telemetry["route"]["hops"]] == [None]
+        (group,) = (await TrackerClient(cluster.client, cluster.tracker.url).explain(cluster.model))["groups"]
+        assert group["composite"] and group["missing"] == []
+        body = {"model": cluster.model, "input": ["some text"]}
+        refused = await cluster.http.post(f"{cluster.url}/v1/embeddings", json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "invalid_value", "model")
+        assert error["message"].startswith(f"no embeddings for the model '{cluster.model}'")
 
 
 async def test_two_of_one_model_and_a_hung_one_is_left_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -176,6 +177,51 @@ async def test_a_gateway_of_another_machine(tmp_path: Path) -> None:
         assert await answer_of(again.url) == 8
         await expel(cluster, first.node)
         assert (await failure(again)).details["reason"] == "expelled"
+
+
+async def test_an_idle_gateway_that_is_expelled_ends_long_before_its_certificate(tmp_path: Path) -> None:
+    settings = Settings(drain_s=0.5, tracker_heartbeat_s=0.1)
+    async with keyed_cluster(tmp_path, layers=((0, 6),), settings=settings) as cluster:
+        gateway = gateway_of(cluster, tmp_path / "elsewhere", await gateway_line(cluster))
+        await gateway.until("ready")
+
+        async def listed() -> dict[str, str]:
+            known = (await cluster.tracker_client.nodes())["gateways"]
+            return {entry["id"]: entry["state"] for entry in known}
+
+        (folder,) = (tmp_path / "elsewhere" / "joined").iterdir()
+        kept = kept_in(folder)
+        assert kept is not None
+        async with asyncio.timeout(5):
+            while kept.node not in await listed():
+                await asyncio.sleep(0.02)
+        await expel(cluster, kept.node)
+        error = await failure(gateway)
+        assert (error.code, error.details["reason"], error.details["party"]) == ("join_refused", "expelled", kept.node)
+        assert error.advice.endswith(f"expel --undo {kept.node}")
+        assert (await listed())[kept.node] == "expelled"
+
+
+async def test_a_client_of_an_expelled_gateway_hears_that_it_is(tmp_path: Path) -> None:
+    """In the moment before the process ends."""
+    settings = Settings(drain_s=0.5, tracker_heartbeat_s=60.0, tracker_expiry_s=180.0)
+    async with keyed_cluster(tmp_path, layers=((0, 6),), settings=settings) as cluster:
+        home = tmp_path / "elsewhere"
+        gateway = gateway_of(cluster, home, await gateway_line(cluster))
+        await gateway.until("ready")
+        (folder,) = (home / "joined").iterdir()
+        kept = kept_in(folder)
+        assert kept is not None
+        await expel(cluster, kept.node)
+        client = HttpClient(Settings())
+        try:
+            for path in ("/readyz", "/v1/models"):
+                response = await client.request("GET", f"{gateway.url}{path}", timeout_s=5, limit="x")
+                error = json.loads(response.body)["error"]
+                assert (response.status, error["code"], error["retryable"]) == (503, "gateway_expelled", False)
+        finally:
+            await client.aclose()
+        await gateway.end()
 
 
 async def answer_of(url: str) -> int:

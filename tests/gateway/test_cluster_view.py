@@ -6,6 +6,9 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
+import pytest
+
 from shardline.errors import ShardlineError
 from shardline.gateway.cluster_view import ClusterView
 from shardline.wire.artifacts import ArtifactInfo, ArtifactList
@@ -32,6 +35,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.served = [MODEL]
         self.refuses: dict[str, str] = {}
 
     async def _answer(self, name: str, value: Any) -> Any:
@@ -42,7 +46,7 @@ class Answers:
         return value
 
     async def models(self) -> list[ModelInfo]:
-        return list(await self._answer("models", [MODEL]))
+        return list(await self._answer("models", self.served))
 
     async def nodes(self) -> dict[str, Any]:
         node = {"id": "n-1", "pid": 7, "limits": {}, "state": "ready", "last_seen_s": len(self.asked)}
@@ -70,10 +74,10 @@ async def test_all_who_look_within_a_second_share_one_question() -> None:
     assert len({look.result()["nodes"] for look in looks}) == 1
     now[0] += 0.9
     await view.look()
-    assert sorted(answers.asked) == ["artifacts", "models", "nodes"]
+    assert sorted(answers.asked) == ["artifacts", "explain m", "models", "nodes"]
     now[0] += 0.1
     await view.look()
-    assert sorted(answers.asked) == ["artifacts", "artifacts", "models", "models", "nodes", "nodes"]
+    assert sorted(answers.asked) == sorted(["artifacts", "models", "nodes"] * 2 + ["explain m"])
 
 
 async def test_routes_are_explained_for_the_models_that_are_known_and_less_often() -> None:
@@ -82,7 +86,7 @@ async def test_routes_are_explained_for_the_models_that_are_known_and_less_often
     for _ in range(8):
         await view.look()
         now[0] += 1.0
-    assert answers.asked.count("explain m") == 2
+    assert answers.asked.count("explain m") == 3
     assert json.loads((await view.look())["routes"]) == [{"model": "m"}]
 
 
@@ -123,3 +127,36 @@ async def test_a_tracker_that_knows_of_no_artifacts_is_not_out_of_order() -> Non
     shown = await view.look()
     assert (shown["artifacts"], shown["routes"]) == (b"null", b"[]")
     assert json.loads(shown["tracker"])["error"] is None
+
+
+async def test_the_first_look_knows_the_routes_of_the_models_that_it_knows() -> None:
+    view, _ = view_of(Answers())
+    shown = await view.look()
+    assert [model["model"] for model in json.loads(shown["models"])] == ["m"]
+    assert json.loads(shown["routes"]) == [{"model": "m"}]
+
+
+async def test_before_the_models_are_known_nothing_is_said_of_routes() -> None:
+    answers = Answers()
+    answers.refuses = {"models": "tracker_unreachable"}
+    view, now = view_of(answers)
+    assert (await view.look())["routes"] == b"null"
+    now[0] += 0.5
+    assert json.loads((await view.look())["tracker"])["error"]["code"] == "tracker_unreachable"
+    answers.refuses = {}
+    now[0] += 0.5
+    assert json.loads((await view.look())["routes"]) == [{"model": "m"}]
+
+
+@pytest.mark.parametrize("change", [{"ready": False}, {"model": "other"}])
+async def test_models_that_are_others_or_whole_since_are_explained_at_once(change: dict[str, Any]) -> None:
+    answers = Answers()
+    answers.served = []
+    view, now = view_of(answers)
+    assert (await view.look())["routes"] == b"[]"
+    for served in ([MODEL], [msgspec.structs.replace(MODEL, **change)], [MODEL]):
+        answers.served = served
+        answers.asked.clear()
+        now[0] += 1.0
+        assert json.loads((await view.look())["routes"]) == [{"model": served[0].model}]
+        assert f"explain {served[0].model}" in answers.asked

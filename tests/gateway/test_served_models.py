@@ -150,6 +150,18 @@ async def test_what_took_its_place_is_listed_alone(
     assert await served.all() == tracker.listed
 
 
+async def test_a_composite_model_is_remembered_once_it_has_served(tracker: Tracker, clock: Clock) -> None:
+    """One that never was ready is a start that failed; what is remembered lacks no layers, as nobody knows them."""
+    served = ServedModels(tracker, clock)
+    for ready, wanted in ((False, []), (True, [("a", False, [])])):
+        tracker.listed = [named("a", composite=True, n_layers=1, ready=ready)]
+        await served.all()
+        tracker.listed = []
+        clock.now += 2 * FRESH_S
+        assert [(m.model, m.ready, m.missing) for m in await served.all()] == wanted
+        clock.now += 2 * FRESH_S
+
+
 async def test_memory_has_an_end(tracker: Tracker, clock: Clock) -> None:
     served = ServedModels(tracker, clock)
     tracker.listed = [named("a")]

@@ -113,7 +113,7 @@ async def test_stop_ends_as_completed(tmp_path: Path) -> None:
         async for event in generation:
             if not isinstance(event, TelemetryEvent):
                 break
-        await generation.stop()
+        await generation.stop(3)
         await cluster.until_free()
         assert generation.telemetry().phase == "completed"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.support import browser as browsers
 from tests.support.browser import PALE, Visit, chromium, visit
 from tests.support.cluster import Cluster, scripted_cluster, until
+from tests.support.upstreams import stub_cluster
 
 pytestmark = [
     pytest.mark.skipif(not browsers.is_there(), reason=browsers.WHY_NOT),
@@ -386,3 +388,29 @@ GROUP: dict[str, Any] = {
         {"nodes": ["a", "b"], "taken": True, "estimate_ms": 50, "edges": [{"ms": 5, "measured": True}] * 2},
     ],
 }
+
+
+async def test_of_a_model_behind_another_server_nothing_is_made_up(browser: Any, tmp_path: Path) -> None:
+    """No layers, no time of a step, no gap that a Node could fill; also once that server is gone."""
+    async with stub_cluster(tmp_path) as (cluster, stub), visit(browser, cluster.url) as tab:
+        await tab.open()
+        await tab.page.wait_for_selector(".route.planned .hop")
+        await tab.ask("Hi")
+        await tab.phase("completed")
+        assert await tab.text(".layer-words") == "all layers"
+        said = []
+        for view in ("chat", "cluster", "sessions", "join"):
+            await tab.open(view)
+            if view == "cluster":
+                await tab.page.wait_for_selector(".layer-map")
+            if view == "sessions":
+                await tab.page.locator(".session-head button").first.click()
+                await tab.page.wait_for_selector(".details table")
+            said.append(await tab.text("main"))
+        await stub.die()
+        await tab.open("join")
+        await tab.page.wait_for_selector("text=has no Node that passes requests on to its server")
+        said.append(await tab.text("main"))
+        for text in said:
+            assert not re.search(r"0:1\b|1 layer\b|0 threads|layers null|NaN|The Tracker gives them", text), text
+        assert tab.faults == []

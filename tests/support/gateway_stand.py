@@ -178,7 +178,8 @@ class ScriptedGeneration:
                 self._end("failed")
                 raise failure
 
-    async def stop(self) -> None:
+    async def stop(self, generated: int) -> None:
+        self._tokens = generated
         self.stopped = True
         self._end("completed")
 

@@ -66,6 +66,53 @@ def test_the_first_event_is_there_before_anything_happens() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("came", "generated", "told"),
+    [(4, 5, 5), (4, 4, 4), (4, 2, 2), (0, 1, 1), (0, 0, 0)],
+    ids=["end", "limit", "stop-string", "end-at-once", "vector"],
+)
+def test_at_the_end_there_are_as_many_tokens_as_usage_counts(came: int, generated: int, told: int) -> None:
+    """The id that ends a text counts and is not sent; what was computed beyond a stop string does not."""
+    record = a_record()
+    record.routed(a_route())
+    record.enter("prefill")
+    for _ in range(came):
+        record.token()
+    record.counted(generated)
+    record.token()  # one that was on its way
+    record.enter("completed")
+    assert record.snapshot().decode.tokens == record.tokens == told
+
+
+def test_of_a_composite_node_no_layers_are_made_up_and_its_rate_is_that_of_the_whole_answer() -> None:
+    hand = Hand()
+    record = a_record(hand=hand)
+    record.passed_on = True
+    record.routed(a_route(1))
+    record.enter("prefill")
+    for _ in range(5):
+        record.text()
+        hand.now += 0.5
+    assert record.snapshot().decode.tokens_per_s is None
+    record.used(7, 100, None)
+    record.enter("completed")
+    view = msgspec.to_builtins(record.snapshot())
+    assert (view["route"]["n_layers"], view["route"]["hops"][0]["layers"]) == (None, None)
+    # Of 100 tokens in five pieces, 80 came behind the first one, in 2 s.
+    assert (view["decode"]["tokens"], view["decode"]["tokens_per_s"]) == (100, 40.0)
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_an_answer_in_one_piece_has_no_rate(pieces: int) -> None:
+    record = a_record()
+    record.passed_on = True
+    for _ in range(pieces):
+        record.text()
+    record.used(7, 100, None)
+    record.enter("completed")
+    assert record.snapshot().decode.tokens_per_s is None
+
+
 def test_an_event_is_a_whole_account() -> None:
     record = a_record()
     record.enter("routing")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.errors import RETURNING, ShardlineError
+from shardline.errors import COMPOSITE_GONE, RETURNING, ShardlineError
 from shardline.tracker.coverage import (
     RETRY_AFTER_S,
     Span,
@@ -193,3 +193,14 @@ def test_a_model_that_only_loads_is_listed_once_and_lacks_everything() -> None:
 def test_engine_classes_agree_as_far_as_they_are_known(one: str, other: str, same: bool) -> None:
     assert is_same_engine(one, other) is same
     assert is_same_engine(other, one) is same
+
+
+def test_a_composite_model_without_a_node_lacks_no_layers() -> None:
+    gone = candidate("n-1", 0, 1, 1, composite=True, text_digest=None, barred="it has left")
+    (model,) = models([gone], NO_LINKS)
+    assert (model.ready, model.missing, model.composite) == (False, [], True)
+    with pytest.raises(ShardlineError) as caught:
+        choose([gone], NO_LINKS, Query(), "tiny")
+    error = caught.value
+    assert (error.code, error.details["missing"], error.advice) == ("model_unavailable", [], COMPOSITE_GONE)
+    assert "layer" not in error.message + error.advice

@@ -8,9 +8,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
-from shardline.tracker.enrolment import INVITATIONS_FILE, Enrolment
+from shardline.tracker.enrolment import GATEWAY_GONE_S, GATEWAYS, INVITATIONS_FILE, Enrolment
 from shardline.tracker.invitations import GUESSES, KEPT
-from shardline.transport.authority import Authority, new_key, requested_key, signing_request
+from shardline.transport.authority import Authority, new_key, requested_key, signing_request, uri_of
 from shardline.wire.joining import JoinClaim, JoinRequest, Part
 from shardline.wire.tickets import node_id_of, public_bytes, sign
 
@@ -213,6 +213,8 @@ def test_who_is_expelled_gets_nothing_more(desk: Desk) -> None:
         with pytest.raises(ShardlineError) as caught:
             desk.enrolment.check_not_expelled(own)
         assert caught.value.code == "join_refused"
+        assert desk.node in caught.value.message
+        assert caught.value.advice.endswith(f"shardline expel --undo {desk.node}")
         desk.enrolment.check_not_expelled(frozenset({"shardline:node:n-0123456789abcdef"}))
         desk.enrolment = desk.opened()
     desk.now += 2 * DAY_S
@@ -222,6 +224,30 @@ def test_who_is_expelled_gets_nothing_more(desk: Desk) -> None:
     assert desk.enrolment.expel(desk.node, undo=True).expelled == []
     desk.enrolment.check_not_expelled(own)
     desk.enrolment.join(desk.request(token=fresh), "10.0.0.2", [])
+
+
+def test_gateways_are_listed_while_they_call_and_while_they_are_out(desk: Desk) -> None:
+    one, other = "gateway-" + "1" * 16, "gateway-" + "2" * 16
+    for party in (one, other, desk.node, "operator"):
+        desk.enrolment.heard(frozenset({uri_of(party)}), "10.0.0.5")
+    desk.now += 2
+    assert [(g.id, g.state, g.address, g.last_seen_s) for g in desk.enrolment.gateways()] == [
+        (one, "calls", "10.0.0.5", 2.0),
+        (other, "calls", "10.0.0.5", 2.0),
+    ]
+    desk.enrolment.expel(one)
+    desk.now += GATEWAY_GONE_S
+    assert [(g.id, g.state) for g in desk.enrolment.gateways()] == [(one, "expelled")]
+    desk.enrolment = desk.opened()
+    assert [(g.id, g.address, g.last_seen_s) for g in desk.enrolment.gateways()] == [(one, None, None)]
+    desk.enrolment.expel(one, undo=True)
+    assert desk.enrolment.gateways() == []
+
+
+def test_the_gateways_that_are_noted_have_an_end(desk: Desk) -> None:
+    for number in range(GATEWAYS + 3):
+        desk.enrolment.heard(frozenset({uri_of(f"gateway-{number:016x}")}), "10.0.0.5")
+    assert [g.id for g in desk.enrolment.gateways()] == [f"gateway-{n:016x}" for n in range(3, GATEWAYS + 3)]
 
 
 @pytest.mark.parametrize("party", ["", "tracker", "operator", "n-1", "n-0123456789ABCDEF", "../x", "gateway-x"])

@@ -189,7 +189,8 @@ def test_who_is_expelled_is_listed_as_such_until_that_is_taken_back(registry: Re
     node = join(registry, 0, 30)
     registry.expel(node.id, 1.0)
     record = registry.nodes[node.id]
-    assert (record.state, record.reason, record.beats) == ("expelled", "the operator has thrown it out", False)
+    assert (record.state, record.beats) == ("expelled", False)
+    assert record.reason == f"the operator has thrown it out; back in: shardline expel --undo {node.id}"
     assert all(found.barred is not None for found in registry.candidates())
     registry.expel(node.id, 2.0, undo=True)
     assert record.state == "expired"
@@ -403,3 +404,17 @@ def test_peers_take_turns_and_those_that_only_a_probe_brings_back_come_first(reg
     latest = registry.peers(head.id)[-1].node
     registry.report_link(head.id, latest, "reported: seam_lost")
     assert registry.peers(head.id)[0].node == latest
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_composite_node_that_left_without_ever_serving_leaves_no_model(registry: Registry, served: bool) -> None:
+    node = join(registry, 0, 1, n_layers=1, composite=True, text_digest=None, state="loading")
+    assert [c.barred for c in registry.candidates()] == ["loading"]
+    if served:
+        ready = msgspec.structs.replace(node.shards[0], state="ready")
+        beat(registry, node, 0.5, info=node.info(shards=[ready]))
+    beat(registry, node, 1.0, leaving=True)
+    assert len(registry.candidates()) == 1, "what runs on it goes on"
+    registry.leave(node.id, 1.0)
+    assert len(registry.candidates()) == served
+    assert registry.nodes[node.id].state == "left", "it is listed all the same"

@@ -28,13 +28,14 @@ _PARTY = re.compile("(n|gateway)-[0-9a-f]{16}")
 def expel(invocation: Invocation, party: str, undo: bool, tracker_url: str | None, as_json: bool) -> None:
     """Throw a Node or Gateway out, by the id that `nodes` lists.
 
-    The beginning of the id of a Node is enough. On the machine of the Tracker. No new session goes to it, it gets no
+    The beginning of the id is enough. On the machine of the Tracker. No new session goes to it, it gets no
     new certificate, and with the next heartbeat all Nodes refuse the one that it has. Sessions that run over a Node go
     on to their end; those of a Gateway end.
     """
     tracker = operator_of(invocation.configuration(tracker=tracker_url))
     if not _PARTY.fullmatch(party):
-        party = full_id(party, [node["id"] for node in tracker.get("/v1/nodes")["nodes"]])
+        listed = tracker.get("/v1/nodes")
+        party = full_id(party, [known["id"] for known in (*listed["nodes"], *(listed.get("gateways") or []))])
     path = f"/v1/parties/{quote(party, safe='')}/expulsion"
     answer = tracker.delete(path) if undo else tracker.post(path)
     if as_json:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 GONE_S = 300.0
 """Nodes that were heard of last so long ago are gone, and listed on demand."""
+ALL = "all"
+"""Layers of a composite Node: nobody knows how many there are."""
+VECTOR = "vector"
+"""Instead of tokens, where a prompt becomes a vector."""
 _SESSION = re.compile("rs-[0-9a-f]{24}")
 wide_option = click.option("-w", "--wide", is_flag=True, help="More columns than fit into 80 characters.")
 as_json_option = click.option("--json", "as_json", is_flag=True, help="The whole answer, as JSON.")
@@ -122,11 +126,7 @@ def _most_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
             tables.setdefault(_title(node, shard), []).append(
                 (
                     node["id"],
-                    "all"
-                    if shard.get("composite")
-                    else f"{shard['first']}:{shard['last']}"
-                    if "first" in shard
-                    else "–",
+                    _layers_of(shard),
                     state,
                     "–" if _is_gone(node) else share(kv.get("used_tokens"), kv.get("capacity_tokens")),
                     "–" if _is_gone(node) else str(kv.get("sessions", 0)),
@@ -181,17 +181,13 @@ def share(part: int | None, whole: int | None) -> str:
 
 def _all_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
     rows = []
-    for node in listed:
+    for node in sorted(listed, key=_first_layer):
         kv = node.get("kv") or {}
         for shard in node.get("shards") or [{}]:
             rows.append(
                 (
                     node["id"],
-                    "all"
-                    if shard.get("composite")
-                    else f"{shard['first']}:{shard['last']}"
-                    if "first" in shard
-                    else "–",
+                    _layers_of(shard),
                     str(shard.get("model", "–")),
                     str((node.get("engine") or {}).get("engine_class", "–")),
                     _with_reason(*state_of(node, shard)),
@@ -205,6 +201,12 @@ def _all_of_nodes(listed: Sequence[dict[str, Any]]) -> str:
             )
     header = ("NODE", "LAYERS", "MODEL", "ENGINE", "STATE", "KV USED", "SESSIONS", "RSS", "SEEN", "PID", "URL")
     return columns(header, rows)
+
+
+def _layers_of(shard: dict[str, Any]) -> str:
+    if shard.get("composite"):
+        return ALL
+    return f"{shard['first']}:{shard['last']}" if "first" in shard else "–"
 
 
 def _count(tokens: int | None) -> str:
@@ -286,7 +288,7 @@ def sessions_text(listed: Sequence[dict[str, Any]], now: float, *, wide: bool = 
             (
                 event["id"],
                 "/".join(_count(event["prefill"][name]) for name in ("done", "total")),
-                _count(event["decode"]["tokens"]),
+                VECTOR if event.get("output") == "vector" else _count(event["decode"]["tokens"]),
                 number(event["decode"].get("tokens_per_s")),
                 f"{max(0.0, now - event['created']):.0f} s",
                 _with_reason(event["phase"], failure.get("code") or ""),
@@ -352,17 +354,21 @@ def _explained(tracker: Endpoint, model: str) -> Any:
 
 def explain_text(answer: dict[str, Any]) -> str:
     """Per group of Shards that may share a route: the Shards, the links that are out, the routes by cost."""
+    from shardline.cli.values import counted
+
     taken = " → ".join(answer["taken"]) if answer.get("taken") else "none"
     lines = [f"A request for {answer['model']} now takes: {taken}"]
     for group in answer["groups"]:
-        lines += ["", f"{group['content_id']}  {group['engine_class']}  {group['n_layers']} layers"]
+        composite = group.get("composite")
+        size_of = "behind another server" if composite else counted(group["n_layers"], "layer")
+        lines += ["", f"{group['content_id']}  {group['engine_class']}  {size_of}"]
         if group["missing"]:
             lines.append("  missing layers: " + ", ".join(f"{first}:{last}" for first, last in group["missing"]))
         shards = [
             (
                 f"  {shard['node']}",
-                f"{shard['layers'][0]}:{shard['layers'][1]}",
-                f"{shard['decode_ms']:.2f}" + ("" if shard["measured"] else " (guessed)"),
+                ALL if composite else f"{shard['layers'][0]}:{shard['layers'][1]}",
+                "–" if composite else f"{shard['decode_ms']:.2f}" + ("" if shard["measured"] else " (guessed)"),
                 f"{shard['load']:.2f}",
                 f"{shard['kv_reserved']}/{shard['kv_capacity']}",
                 "yes" if shard["usable"] else f"no: {shard['reason']}",
@@ -376,6 +382,7 @@ def explain_text(answer: dict[str, Any]) -> str:
                 f"{route['estimate_ms']:.2f} ms/token (compute {route['compute_ms']:.2f}, hops {route['hop_ms']:.2f},"
             )
             cost += f" return {route['return_ms']:.2f})"
+            cost = "its server's own time" if composite else cost
             mark = "taken:" if route["taken"] else "not taken:"
             lines.append(f"  {' → '.join(route['nodes'])}  {cost}  {mark} {route['reason']}")
         if not group["complete"]:

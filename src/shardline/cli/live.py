@@ -62,14 +62,19 @@ def route_line(event: dict[str, Any]) -> str:
     if route is None:
         position = (event.get("queue") or {}).get("position")
         return f"place {position} in the queue" if position else "none yet"
-    return " → ".join(f"{hop['node']} {hop['layers'][0]}:{hop['layers'][1]}" for hop in route["hops"])
+    return " → ".join(f"{hop['node']} {layers_words(hop['layers'])}" for hop in route["hops"])
+
+
+def layers_words(layers: Sequence[int] | None) -> str:
+    """`0:15`; `all` of a composite Node, of whose layers nobody knows how many there are."""
+    return "all" if layers is None else f"{layers[0]}:{layers[1]}"
 
 
 def hop_line(hop: dict[str, Any]) -> str:
     """One hop's last step in words."""
     health = "" if hop.get("health", "ok") == "ok" else f"  {hop['health']}"
     return (
-        f"{hop['node']}  {hop['layers'][0]}:{hop['layers'][1]}  "
+        f"{hop['node']}  {layers_words(hop['layers'])}  "
         f"compute {number(hop.get('compute_ms'), ' ms')}  queue {number(hop.get('queue_ms'), ' ms')}  "
         f"send {number(hop.get('send_ms'), ' ms')}{health}"
     )
@@ -82,6 +87,8 @@ def prefill_line(event: dict[str, Any]) -> str:
 
 def decode_line(event: dict[str, Any]) -> str:
     decode = event["decode"]
+    if event.get("output") == "vector":
+        return "none: the prompt becomes a vector"
     tokens = "–" if decode["tokens"] is None else counted(decode["tokens"], "token")
     return (
         f"{tokens}  {number(decode.get('tokens_per_s'), ' tokens/s')}  "

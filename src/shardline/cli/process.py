@@ -33,7 +33,6 @@ _TOLD = {
     "waiting": "waiting: {reason}",
     "adopting": "looking for the files of {name}",
     "offering": "offers {name} ({content_id}), {held} of {total} bytes",
-    "testing": "testing its layers",
 }
 FILES = 65_536
 FORCED_S = 6.0
@@ -109,6 +108,8 @@ def in_words(phase: str, facts: dict[str, Any]) -> str:
         return f"listening on {facts.get('url', '?')}"
     if phase == "inviting":
         return f"to join from another machine:\n  {join_command(str(facts.get('line', '?')))}"
+    if phase == "testing":
+        return f"testing {facts.get('what', 'its layers')}"
     if phase in COUNTED and "total" in facts:
         return _counted(phase, facts)
     if phase == "draining":

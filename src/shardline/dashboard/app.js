@@ -43,7 +43,7 @@ function tab(name, title, view) {
     { href: `#/${name}`, key: name, "aria-current": name === view ? "page" : null },
     title,
     live > 0 && h("span", { class: "badge", "aria-label": `${live} running` }, live),
-    gaps && h("span", { class: "badge bad", "aria-label": "layers are missing" }, "!"),
+    gaps && h("span", { class: "badge bad", "aria-label": "a model is not whole" }, "!"),
   );
 }
 

@@ -4,11 +4,11 @@ import { answerBlocks } from "./answer.js";
 import { speedChart } from "./chart.js";
 import { again, ask, bodyOf, chat, clear, goOn, isRunning, keep, lastAnswer, model, sessionOf, stop } from "./chat.js";
 import { h } from "./dom.js";
-import { count, counted, layers, ms, percent, rate, share } from "./format.js";
+import { count, counted, ms, percent, rate, share } from "./format.js";
 import { announce, copyButton, legend } from "./parts.js";
 import { routeView, shownRoute } from "./route.js";
 import { changed, may, state } from "./store.js";
-import { PHASES, circumstances, sentence, titleOf } from "./words.js";
+import { PHASES, circumstances, lackOf, sentence, titleOf } from "./words.js";
 
 let told = "";
 
@@ -43,7 +43,7 @@ function routePanel(session) {
     "section",
     { class: "panel route-panel", key: "route-panel", "aria-label": "Route" },
     h("div", { class: "panel-head" }, h("h2", {}, shown?.planned ? "Next route" : "Route"), modelChoice(), session && legend("compute", "wire", "queue")),
-    routeView(shown),
+    routeView(shown, model()),
     session && figures(session),
   );
 }
@@ -69,7 +69,7 @@ function figures(session) {
   const { decode, prefill } = session;
   const samples = state.samples.get(session.id) ?? [];
   const known = state.cluster.models?.find((one) => one.model === session.model);
-  const used = prefill.total + decode.tokens;
+  const used = prefill.total === null || decode.tokens === null ? null : prefill.total + decode.tokens;
   const speed = `${rate(decode.tokens_per_s)} tokens/s`;
   return h(
     "dl",
@@ -79,6 +79,7 @@ function figures(session) {
     h("div", { class: "figure" }, h("dt", {}, "prompt"), h("dd", {}, count(prefill.total)), h("dd", { class: "note" }, prefill.cached ? `${count(prefill.cached)} kept from before` : (prefill.reuse ?? "tokens"))),
     h("div", { class: "figure" }, h("dt", {}, "written"), h("dd", {}, count(decode.tokens)), h("dd", { class: "note" }, "tokens")),
     known?.context_length > 0 &&
+      used !== null &&
       h(
         "div",
         { class: "figure" },
@@ -92,7 +93,7 @@ function figures(session) {
 function welcome() {
   const served = (state.cluster.models ?? []).filter((known) => known.model === model());
   const text = served.length && !served.some((known) => known.ready)
-    ? `${model()} is not whole: layers ${served[0].missing.map(layers).join(", ")} are missing.`
+    ? `It cannot answer now: ${lackOf(served[0])}.`
     : "Ask something. Above you see the way that it takes through the Nodes, while it takes it.";
   return h("p", { class: "welcome", key: "welcome" }, text);
 }

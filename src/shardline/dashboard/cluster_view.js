@@ -2,10 +2,11 @@
 // is what it is. All of it in the words of the Tracker; what is old is grey.
 
 import { h } from "./dom.js";
-import { bytes, count, counted, layers, machine, ms, percent, rate, seconds, share } from "./format.js";
+import { bytes, count, counted, layers, layersWords, machine, ms, percent, rate, seconds, share } from "./format.js";
 import { isLogOpen, logView } from "./log_view.js";
 import { meter, nodeName, pill } from "./parts.js";
 import { isLive, isOld, may, now, state } from "./store.js";
+import { lackOf } from "./words.js";
 
 const KIND = { ready: "good", loading: "busy", testing: "busy", draining: "busy", leaving: "busy", failed: "bad", out: "bad", expired: "bad", expelled: "bad", left: "quiet" };
 
@@ -55,7 +56,7 @@ function summary(models, nodes) {
     "dl",
     { class: "figures summary" },
     tile("Nodes", `${ready} of ${nodes.length}`, "ready", ready < there.length),
-    tile("Models", `${whole} of ${models.length}`, gap ? `${gap.model} lacks ${gap.missing.map(layers).join(", ") || "a way"}` : "whole", Boolean(gap)),
+    tile("Models", `${whole} of ${models.length}`, gap ? lackOf(gap) : "whole", Boolean(gap)),
     tile("KV promised", percent(kv.used, kv.all), `${count(kv.used)} of ${counted(kv.all, "token")}`),
     tile("Sessions", count(live), state.hello?.key === "anybody" ? "running" : "of this key, running"),
   );
@@ -78,6 +79,7 @@ function layerMaps(models, nodes) {
   const shown = [...groups.values()].filter((group) => group.rows.some(({ node }) => node.state !== "left") || groups.size === 1);
   return shown.map(({ shard, engine, rows }) => {
     const model = models.find((known) => known.content_id === shard.content_id && known.engine_class === engine);
+    if (shard.composite) return serverMap(shard, engine, rows);
     return layerMap(shard, engine, rows, model?.missing ?? missingOf(rows, shard.n_layers), model);
   });
 }
@@ -116,9 +118,23 @@ function layerMap(shard, engine, rows, missing, model) {
   );
 }
 
+/** Of a model behind other servers: each Node has all of it, and nobody knows how many layers that are. */
+function serverMap(shard, engine, rows) {
+  const served = rows.some(({ node, shard: own }) => isServing(node, own));
+  const whole = () => ({ left: "0%", width: "100%" });
+  return h(
+    "figure",
+    { class: "layer-map", key: `${shard.content_id}|${engine}` },
+    h("figcaption", {}, h("strong", {}, shard.model), " ", pill(served ? "good" : "bad", served ? "whole" : "no Node serves it now"), h("span", { class: "dim" }, "all layers, behind another server")),
+    h("div", { class: "rows" }, rows.toSorted((a, b) => a.node.id.localeCompare(b.node.id)).map((row) => layerRow(row, whole))),
+  );
+}
+
+const rangeOf = (shard) => (shard.composite ? null : [shard.first, shard.last]);
+
 function layerRow({ node, shard }, place) {
   const [shownState, reason] = stateOf(node, shard);
-  const range = [shard.first, shard.last];
+  const range = rangeOf(shard);
   const words = `${layers(range)}${shownState === "ready" ? "" : ` ${shownState}`}`;
   return h("div", { class: "row", key: node.id }, h("span", { class: "row-name" }, nodeName(node.id)), h("div", { class: "lane" }, h("span", { class: `block ${KIND[shownState] ?? "quiet"}`, style: place(range), title: `${node.id}, layers ${words}${reason ? `: ${reason}` : ""}` }, words)));
 }
@@ -169,9 +185,9 @@ function nodeCard(node) {
     h("div", { class: "card-head" }, h("code", { class: "node", title: node.id }, node.id), pill(KIND[shownState] ?? "quiet", shownState, reason)),
     reason && h("p", { class: "reason" }, reason),
     h("p", { class: "dim" }, [machine(node.host), (node.url ?? "").replace(/^https?:\/\/([^/@]*@)?/, ""), `heard ${seconds(node.last_seen_s)} ago`, kv?.sessions ? counted(kv.sessions, "session") : ""].filter(Boolean).join(" · ")),
-    h("p", {}, seeds ? "Seeder: computes nothing, gives pieces of models to Nodes." : shard ? [h("strong", {}, `layers ${layers([shard.first, shard.last])}`), ` of ${shard.n_layers}`] : "no layers yet"),
+    h("p", {}, seeds ? "Seeder: computes nothing, gives pieces of models to Nodes." : shard ? [h("strong", {}, layersWords(rangeOf(shard))), shard.composite ? ", by the server behind it" : ` of ${shard.n_layers}`] : "no layers yet"),
     shard && h("p", { class: "dim one-line", title: shard.model }, shard.model),
-    !seeds && h("p", { class: "dim" }, h("code", {}, engine?.engine_class), ` on ${engine?.device ?? "?"}, ${counted(engine?.threads ?? 0, "thread")}`, health?.restarts ? `, engine restarted ${counted(health.restarts, "time")}` : "", ` · version ${node.version}`),
+    !seeds && h("p", { class: "dim" }, h("code", {}, engine?.engine_class), !shard?.composite && ` on ${engine?.device ?? "?"}, ${counted(engine?.threads ?? 0, "thread")}`, health?.restarts ? `, ${shard?.composite ? "server lost" : "engine restarted"} ${counted(health.restarts, "time")}` : "", ` · version ${node.version}`),
     meter("Memory", node.memory_bytes, [["fill", node.rss_bytes, "this Node"]], `${bytes(node.rss_bytes)} of the machine's ${bytes(node.memory_bytes)}`),
     !seeds && kv && kvMeter(kv),
     shard?.times && h("p", { class: "dim" }, `${ms(shard.times.decode_ms)} a token, ${ms(shard.times.prefill_ms_per_row)} a token of a prompt`),
@@ -281,7 +297,7 @@ function explanation({ model, groups, taken }) {
         group.missing.length > 0 && h("p", { class: "bad-text" }, `No ready Node has layers ${group.missing.map(layers).join(", ")}.`),
         group.routes.length > 0 && routeTable(group),
         group.blocked.length > 0 && h("ul", {}, group.blocked.map((link) => h("li", {}, "Not over ", nodeName(link.from), " → ", nodeName(link.to), `: ${link.reason}`))),
-        group.shards.some((shard) => !shard.usable) && h("ul", {}, group.shards.filter((shard) => !shard.usable).map((shard) => h("li", {}, nodeName(shard.node), ` (${layers(shard.layers)}) is in no route: ${shard.reason}`))),
+        group.shards.some((shard) => !shard.usable) && h("ul", {}, group.shards.filter((shard) => !shard.usable).map((shard) => h("li", {}, nodeName(shard.node), ` (${layers(group.composite ? null : shard.layers)}) is in no route: ${shard.reason}`))),
       ),
     ),
   );
@@ -297,7 +313,7 @@ function routeTable(group) {
       "table",
       {},
       h("thead", {}, h("tr", {}, ["Route", "Layers", "Compute", "Hops", "Return", "Tokens/s at most", "Why"].map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", {}, shown.map((route) => h("tr", { class: route.taken ? "taken" : "" }, h("td", {}, route.nodes.map((node, i) => [i > 0 && " → ", nodeName(node)])), h("td", {}, route.layers.map(layers).join(" ")), h("td", {}, ms(route.compute_ms)), h("td", {}, ms(route.hop_ms)), h("td", {}, ms(route.return_ms)), h("td", {}, route.estimate_ms > 0 ? rate(1000 / route.estimate_ms) : "–"), h("td", {}, route.taken ? pill("good", "taken", route.reason) : route.reason)))),
+      h("tbody", {}, shown.map((route) => h("tr", { class: route.taken ? "taken" : "" }, h("td", {}, route.nodes.map((node, i) => [i > 0 && " → ", nodeName(node)])), h("td", {}, group.composite ? layers(null) : route.layers.map(layers).join(" ")), h("td", {}, group.composite ? "–" : ms(route.compute_ms)), h("td", {}, ms(route.hop_ms)), h("td", {}, ms(route.return_ms)), h("td", {}, route.estimate_ms > 0 && !group.composite ? rate(1000 / route.estimate_ms) : "–"), h("td", {}, route.taken ? pill("good", "taken", route.reason) : route.reason)))),
     ),
     (rest > 0 || !group.complete) && h("p", { class: "dim" }, "… and dearer ones"),
   );

@@ -36,8 +36,9 @@ export function bytes(value) {
 export const share = (part, all) => (all > 0 ? Math.min(1, Math.max(0, part / all)) : 0);
 export const percent = (part, all) => (all > 0 ? `${Math.round(100 * share(part, all))} %` : "–");
 export const rate = (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 100 ? 1 : 0));
-/** Half-open, as everywhere in Shardline. */
-export const layers = (range) => `${range[0]}:${range[1]}`;
+/** Half-open, as everywhere in Shardline; null of a composite Node, which has all, and nobody knows how many. */
+export const layers = (range) => (range ? `${range[0]}:${range[1]}` : "all");
+export const layersWords = (range) => (range ? `layers ${layers(range)}` : "all layers");
 /** The beginning of an id: enough to tell Nodes apart, and to give to a command. */
 export const short = (id) => (id && id.length > 10 ? id.slice(0, 8) : (id ?? "–"));
 /** A host name without the machine id behind it. */

@@ -5,6 +5,7 @@ import { expected } from "./expected.js";
 import { layers, rate } from "./format.js";
 import { copyButton } from "./parts.js";
 import { may, state } from "./store.js";
+import { lackOf } from "./words.js";
 
 export function joinView() {
   const joining = state.hello?.joining;
@@ -12,14 +13,17 @@ export function joinView() {
 }
 
 function lacks() {
-  const gaps = (state.cluster.models ?? []).filter((model) => model.missing.length);
+  const { models } = state.cluster;
+  if (models === null) return h("p", { class: "empty" }, "Asking the Tracker …");
+  if (!models.length) return h("p", {}, "No model is served yet.");
+  const gaps = models.filter((model) => !model.ready);
   if (!gaps.length) return h("p", {}, "Every model that is served is whole. The Tracker chooses what one more Node takes.");
-  return h("p", { class: "notice bad" }, gaps.map((model) => `${model.model} lacks layers ${model.missing.map(layers).join(", ")}. `), "The Tracker gives them to the next Node that has room.");
+  return h("p", { class: "notice bad" }, gaps.map((model) => `${lackOf(model)}. `), gaps.some((model) => model.missing.length) && "The Tracker gives them to the next Node that has room. ", gaps.some((model) => model.composite) && "That server wants to be started, or a Node in front of it: shardline node --upstream URL --model NAME.");
 }
 
 /** What the next machine would change, for each model and engine class. */
 function outlook() {
-  const groups = (state.cluster.routes ?? []).flatMap((explained) => explained.groups).filter((group) => group.shards.length);
+  const groups = (state.cluster.routes ?? []).flatMap((explained) => explained.groups).filter((group) => group.shards.length && !group.composite);
   if (!may("look") || !groups.length) return null;
   return h(
     "section",
@@ -91,7 +95,7 @@ function withoutKeys({ tracker, is_local, flags }) {
     is_local && [
       h("h2", {}, "Another machine"),
       h("p", {}, "This cluster listens on this machine only, and has no keys: no other one can join. End it, and start one for several machines; it prints the line for the next one."),
-      command(`shardline serve MODEL.gguf --listen 0.0.0.0`),
+      command("shardline serve --listen 0.0.0.0"),
     ],
     needs(),
   ];

@@ -3,9 +3,9 @@
 // line, one token id back.
 
 import { h } from "./dom.js";
-import { count, counted, layers, machine, ms, rate, short } from "./format.js";
-import { ENDED, nodeOf, state } from "./store.js";
-import { longestOf, longestSentence, piecesOf } from "./words.js";
+import { count, counted, layersWords, machine, ms, rate, short } from "./format.js";
+import { ENDED, may, nodeOf, state } from "./store.js";
+import { lackOf, longestOf, longestSentence, piecesOf } from "./words.js";
 
 const LAP_MS = 1200; // faster would be a flicker
 
@@ -16,14 +16,24 @@ export function shownRoute(session, model) {
   for (const group of groups) {
     const taken = group.routes.find((route) => route.taken);
     if (!taken) continue;
-    const hops = taken.nodes.map((node, i) => ({ node, layers: taken.layers[i], health: "ok", engine_class: group.engine_class, rtt_ms: taken.edges[i]?.measured ? taken.edges[i].ms : null }));
-    return { hops, n_layers: group.n_layers, session: null, planned: true, estimate_ms: taken.estimate_ms };
+    const hops = taken.nodes.map((node, i) => ({ node, layers: group.composite ? null : taken.layers[i], health: "ok", engine_class: group.engine_class, rtt_ms: taken.edges[i]?.measured ? taken.edges[i].ms : null }));
+    return { hops, n_layers: group.n_layers, session: null, planned: true, estimate_ms: group.composite ? null : taken.estimate_ms };
   }
   return null;
 }
 
-export function routeView(shown) {
-  if (!shown) return h("p", { class: "empty", key: "none" }, "No whole route now. The view Cluster says which layers are missing.");
+/** Why no route is drawn. What was not heard yet is not missing. */
+function noRoute(model) {
+  const { models, routes, tracker } = state.cluster;
+  if (models === null) return tracker?.error ? `${tracker.error.message}.` : "Asking the Tracker …";
+  const named = models.filter((known) => known.model === model);
+  if (!named.length) return "No model is served yet. The view Join says how a Node comes.";
+  if (!named.some((known) => known.ready)) return `No whole route now: ${lackOf(named[0])}.`;
+  return may("look") && routes === null ? "Asking which route the next request takes …" : "The route stands here once a request takes it.";
+}
+
+export function routeView(shown, model) {
+  if (!shown) return h("p", { class: "empty", key: "none" }, noRoute(model));
   const { hops, session, planned } = shown;
   const phase = session?.phase ?? "idle";
   const moves = phase === "decode" && hops.length > 0;
@@ -50,7 +60,7 @@ function hopView({ hop, pieces, ms: total }, { i, last, most, longest, session }
   const health = lost ? "lost" : hop.health;
   return h(
     "li",
-    { class: `hop ${health}`, key: `${i}-${hop.node}`, style: { "--weight": hop.layers[1] - hop.layers[0] } },
+    { class: `hop ${health}`, key: `${i}-${hop.node}`, style: { "--weight": hop.layers ? hop.layers[1] - hop.layers[0] : 1 } },
     h("span", { class: "station", "aria-hidden": "true" }),
     !last && hop.rtt_ms !== null && hop.rtt_ms !== undefined && h("span", { class: "rtt", title: "Round trip to the next Node" }, `⇄ ${ms(hop.rtt_ms)}`),
     h(
@@ -59,9 +69,9 @@ function hopView({ hop, pieces, ms: total }, { i, last, most, longest, session }
       h("code", { title: hop.node }, short(hop.node)),
       h("span", { class: "dim" }, machine(node?.host)),
       health !== "ok" && h("strong", { class: `health ${health}` }, health),
-      h("span", { class: "layer-words" }, `layers ${layers(hop.layers)}`),
+      h("span", { class: "layer-words" }, layersWords(hop.layers)),
     ),
-    layerCells(hop, session),
+    hop.layers && layerCells(hop, session),
     session && chunks(hop, session),
     session && pieceBar(pieces, total, most, longest?.hop === hop ? longest.name : null),
   );

@@ -39,7 +39,7 @@ function sessionView(session) {
       pill(KIND[phase] ?? "busy", PHASES[phase]),
       h("span", {}, model),
       h("span", { class: "dim" }, clock(created)),
-      h("span", { class: "numbers" }, `${count(prefill.total)} in, ${count(decode.tokens)} out, ${rate(decode.tokens_per_s)} tokens/s`),
+      h("span", { class: "numbers" }, session.output === "vector" ? `${count(prefill.total)} in, a vector out` : `${count(prefill.total)} in, ${count(decode.tokens)} out, ${rate(decode.tokens_per_s)} tokens/s`),
       isLive(session) && h("button", { type: "button", class: "small", onclick: () => cancelSession(id) }, "Cancel"),
     ),
     timeLine(session),
@@ -54,7 +54,7 @@ function details(session) {
   return h(
     "div",
     { class: "details" },
-    h("p", {}, `${PHASES[session.phase]}: ${sentence(session)}. First token after ${ms(decode.ttft_ms)}.`),
+    h("p", {}, `${PHASES[session.phase]}: ${sentence(session)}.${session.output === "vector" ? "" : ` First token after ${ms(decode.ttft_ms)}.`}`),
     failure && h("p", {}, [circumstances(failure), h("br", {}), h("strong", {}, "What to do: "), failure.advice]),
     samples.length > 1 && h("div", { class: "chart-box" }, h("h3", {}, "tokens/s, as seen from this page"), speedChart(samples, { height: 140, axes: true, label: "tokens/s over the life of the session" })),
     route &&

@@ -1,6 +1,6 @@
 // A session in sentences: what it does now, where its time goes, and how it failed.
 
-import { count, counted, layers, ms, percent, rate, seconds, short } from "./format.js";
+import { count, counted, layers, layersWords, ms, percent, rate, seconds, short } from "./format.js";
 import { now } from "./store.js";
 
 export const PHASES = {
@@ -34,6 +34,18 @@ const TITLES = {
   unauthorized: "The API key is not valid here",
 };
 
+/** Why a model is not whole. */
+export function lackOf(model) {
+  if (model.composite) return `${model.model} has no Node that passes requests on to its server`;
+  return `${model.model} lacks ${model.missing.length ? `layers ${model.missing.map(layers).join(", ")}` : "a way through its Nodes"}`;
+}
+
+/** What of an answer is there: its tokens, where it has some and they are known. */
+export function written({ output, decode }) {
+  if (output === "vector") return "a vector";
+  return decode.tokens === null ? "tokens unknown" : counted(decode.tokens, "token");
+}
+
 export const titleOf = (error) => TITLES[error.code] ?? "The answer ended with an error";
 
 /** What the session does, in one sentence. */
@@ -48,12 +60,13 @@ export function sentence(session) {
     case "opening":
       return `on ${counted(session.route?.hops.length ?? 0, "Node")}`;
     case "prefill":
+      if (prefill.total === null) return "by the server behind its Node";
       return `${count(prefill.done)} of ${counted(prefill.total, "token")} (${percent(prefill.done, prefill.total)})${reused(prefill)}`;
     case "decode":
-      return `${counted(decode.tokens, "token")}${speed}`;
+      return decode.tokens === null ? "its server counts the tokens, at the end" : `${written(session)}${speed}`;
     default: {
       const took = session.ended === null ? "" : ` in ${seconds(session.ended - session.created)}`;
-      return `${counted(decode.tokens, "token")}${took}${speed}`;
+      return `${written(session)}${took}${speed}`;
     }
   }
 }
@@ -84,7 +97,7 @@ export function longestOf(measured) {
 
 export function longestSentence(longest) {
   const { hop, name, all } = longest;
-  const what = name === "wire" ? `the wire behind Node ${short(hop.node)}` : `${name} on Node ${short(hop.node)} (layers ${layers(hop.layers)})`;
+  const what = name === "wire" ? `the wire behind Node ${short(hop.node)}` : `${name} on Node ${short(hop.node)} (${layersWords(hop.layers)})`;
   return `Longest piece: ${what}, ${ms(longest.ms)} of ${ms(all)}.`;
 }
 
@@ -93,7 +106,7 @@ export function circumstances(error) {
   const said = [];
   if (error.from && error.to) said.push(`from ${short(error.from)} to ${short(error.to)}`);
   else if (error.node && !error.message.includes(error.node)) said.push(`Node ${error.node}`);
-  if (error.layers) said.push(`layers ${layers(error.layers)}`);
+  if (error.layers) said.push(layersWords(error.layers));
   if (error.phase && PHASES[error.phase]) said.push(`while ${PHASES[error.phase].toLowerCase()}`);
   if (typeof error.tokens_delivered === "number") said.push(`after ${counted(error.tokens_delivered, "token")}`);
   return said.join(", ");

@@ -32,7 +32,7 @@ from shardline.gateway.keys import ApiKey
 from shardline.gateway.keys import Scope as KeyScope
 from shardline.gateway.live import Live
 from shardline.gateway.llama_server_text import LlamaServerText
-from shardline.gateway.openai_answers import Json, layers_text, model_entry
+from shardline.gateway.openai_answers import Json, lack_of, missing_layers, model_entry
 from shardline.gateway.page import Page
 from shardline.gateway.replies import SESSION_HEADER, Reply, usage_of
 from shardline.gateway.responses_answers import ResponseWords
@@ -295,11 +295,11 @@ class GatewayApp:
         models = await self._generations.models()
         ready = sorted({model.model for model in models if model.ready})
         if not ready:
-            gaps = {model.model: [list(layers) for layers in model.missing] for model in models}
-            words = "; ".join(f"{model.model}: {layers_text(model.missing)}" for model in models)
+            gaps = {model.model: missing_layers(model) for model in models}
+            words = "; ".join(f"{model.model}: {lack_of(model)}" for model in models)
             raise ShardlineError(
                 "model_unavailable",
-                f"layers are missing: {words}" if words else "no model is served yet",
+                f"no model is whole: {words}" if words else "no model is served yet",
                 missing=gaps,
                 retry_after=1,
             )

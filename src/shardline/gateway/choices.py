@@ -91,7 +91,7 @@ class Choice:
                 added = self._push(event.tokens)
                 events.put(added)
                 if added.delta.stopped:
-                    await self.generation.stop()
+                    await self.generation.stop(self.generated)
                     return "stop"
             elif isinstance(event, FinishedEvent):
                 self.generated = event.generated

@@ -48,11 +48,14 @@ class _Part:
     ask: Callable[[], Awaitable[Any]]
     fresh_s: float
     asked_at: float | None = None
+    failed: bool = False
     body: bytes = b"null"
+    """`null`: not known yet."""
 
     def is_due(self, now: float) -> bool:
         # A look each second must not miss a part that is fresh for a moment more.
-        return self.asked_at is None or now - self.asked_at >= self.fresh_s - 0.05
+        fresh_s = FRESH_S if self.failed else self.fresh_s
+        return self.asked_at is None or now - self.asked_at >= fresh_s - 0.05
 
 
 class ClusterView:
@@ -68,7 +71,10 @@ class ClusterView:
         self._served = models
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._names: list[str] = []
+        self._known: tuple[tuple[str, str, str, bool], ...] = ()
+        """The models of the last answer, by name, content and engine class, and whether they are whole."""
+        self._explained: tuple[tuple[str, str, str, bool], ...] | None = None
+        """Those of which the routes were explained last."""
         self.node_urls: dict[str, str] = {}
         """Of the Nodes that live, as the Tracker has dialled them when it was last asked."""
         self._failure: ShardlineError | None = None
@@ -86,7 +92,7 @@ class ClusterView:
         when it last did. Whoever looks while a question is under way has its answer."""
         async with self._lock:
             now = self._clock()
-            due = [part for part in self._parts.values() if part.is_due(now)]
+            due = {name for name, part in self._parts.items() if name != "routes" and part.is_due(now)}
             if due:
                 await self._ask(due, now)
             tracker = {
@@ -95,27 +101,38 @@ class ClusterView:
             }
             return {"tracker": _encoder.encode(tracker), **{name: part.body for name, part in self._parts.items()}}
 
-    async def _ask(self, due: list[_Part], now: float) -> None:
+    async def _ask(self, due: set[str], now: float) -> None:
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._one(part)) for part in due]
+            asked = [tasks.create_task(self._one(self._parts[name], now)) for name in sorted(due - {"models"})]
+            if "models" in due:
+                asked.append(tasks.create_task(self._models_and_routes(now)))
         failures = [task.result() for task in asked]
         self._failure = next((failure for failure in failures if failure is not None), None)
         if self._failure is None:
             self._answered = time.time()
-        for part in due:
-            part.asked_at = now
 
-    async def _one(self, part: _Part) -> ShardlineError | None:
+    async def _models_and_routes(self, now: float) -> ShardlineError | None:
+        """In this order: before it is known which models there are, nobody may read that none has a route. Models that
+        are others since, or whole, are explained at once."""
+        routes = self._parts["routes"]
+        failure = await self._one(self._parts["models"], now)
+        if failure is None and (routes.is_due(now) or self._explained != self._known):
+            failure = await self._one(routes, now)
+        return failure
+
+    async def _one(self, part: _Part, now: float) -> ShardlineError | None:
+        failure = None
         try:
             part.body = _encoder.encode(await part.ask())
         except ShardlineError as error:
             # A Tracker of an earlier version has no such path: the part stays null, nothing is out of order.
-            return None if error.code == "not_found" else error
-        return None
+            failure = None if error.code == "not_found" else error
+        part.asked_at, part.failed = now, failure is not None
+        return failure
 
     async def _models(self) -> list[dict[str, Any]]:
         models = await self._served()
-        self._names = sorted({model.model for model in models})
+        self._known = tuple(sorted((m.model, m.content_id, m.engine_class, m.ready) for m in models))
         return [_without(msgspec.to_builtins(model), _OF_NODES_ONLY) for model in models]
 
     async def _nodes(self) -> list[dict[str, Any]]:
@@ -131,9 +148,10 @@ class ClusterView:
         return msgspec.to_builtins((await self._tracker.artifacts()).artifacts)
 
     async def _routes(self) -> list[dict[str, Any]]:
-        """Why each model takes the route that it takes; of models that are listed, as the last look knew them."""
+        """Why each model takes the route that it takes; of models that are listed."""
         found = []
-        for name in self._names[:MODELS_EXPLAINED]:
+        self._explained = self._known
+        for name in sorted({model for model, *_ in self._known})[:MODELS_EXPLAINED]:
             try:
                 found.append(await self._tracker.explain(name))
             except ShardlineError as error:

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shardline.errors import ONE_ENGINE, RETURNING, ShardlineError
+from shardline.errors import COMPOSITE_GONE, ONE_ENGINE, RETURNING, ShardlineError
 from shardline.gateway.choices import Choice
 from shardline.gateway.composite_requests import NO_VOCABULARY, chat_calls, generations, text_calls
 from shardline.gateway.detokenize import TextStream, Vocabulary
 from shardline.gateway.generate_api import Generation, GenerationRequest, Generations
 from shardline.gateway.json_body import unsupported
-from shardline.gateway.openai_answers import Envelope, fingerprint, layers_text
+from shardline.gateway.openai_answers import Envelope, fingerprint, lack_of, layers_text, missing_layers
 from shardline.gateway.openai_requests import (
     Asked,
     ChatRequest,
@@ -283,7 +283,8 @@ def _check_effort(variables: dict[str, Any], vocabulary: Vocabulary) -> None:
 def _not_whole(name: str, known: list[ModelInfo], models: Sequence[ModelInfo]) -> ShardlineError:
     """Of the engine classes that have parts of the model: of the one that comes back by itself, else lacks least."""
     model = min(known, key=lambda m: (not m.returning, sum(last - first for first, last in m.missing)))
-    message = f"the model '{_short(name)}' is not whole: layers {layers_text(model.missing) or 'none'} are missing"
+    what = "is not served" if model.composite else "is not whole"
+    message = f"the model '{_short(name)}' {what}: {lack_of(model)}"
     others = [m for m in models if m.content_id == model.content_id and m.engine_class != model.engine_class]
     for other in others[:_ENGINES_TOLD]:
         lacks = layers_text(other.missing)
@@ -292,10 +293,16 @@ def _not_whole(name: str, known: list[ModelInfo], models: Sequence[ModelInfo]) -
         "model_unavailable",
         f"{message} for the moment" if model.returning else message,
         param="model",
-        advice=RETURNING if model.returning else ONE_ENGINE if others else None,
-        missing=[list(layers) for layers in model.missing],
+        advice=_advice(model, one_engine=bool(others)),
+        missing=missing_layers(model),
         retry_after=_RETURNING_S if model.returning else RETRY_AFTER_S,
     )
+
+
+def _advice(model: ModelInfo, *, one_engine: bool) -> str | None:
+    if model.composite:
+        return COMPOSITE_GONE
+    return RETURNING if model.returning else ONE_ENGINE if one_engine else None
 
 
 def _ids(model: ModelInfo, vocabulary: Vocabulary) -> int:

@@ -112,6 +112,12 @@ class EmbeddingRequests:
         """Check and tokenise all; nothing has begun yet."""
         request = await self._completions.decoded(embeddings_request, body)
         model = await self._completions.model(request.model)
+        if model.composite:
+            what = (
+                f"no embeddings for the model '{request.model[:100]}': another server has it, which is asked for text"
+            )
+            advice = "Ask that server for them, or another model: one with composite false in GET /v1/models."
+            raise ShardlineError("invalid_value", what, param="model", advice=advice)
         for index, item in enumerate(request.inputs):
             if isinstance(item, list):  # one that is too long is not looked through
                 _check_room(index, len(item), model)

@@ -96,8 +96,9 @@ class RunningGeneration:
         if self._failure is None:  # a failure was told already: nobody waits for what is still closed behind it
             await self._ended.wait()
 
-    async def stop(self) -> None:
-        """The text is complete: what was computed beyond it is dropped. Waits for slow Nodes as little as any end."""
+    async def stop(self, generated: int) -> None:
+        """What was computed beyond the text is dropped. Waits for slow Nodes as little as any end."""
+        self._record.counted(generated)
         self._end("completed")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
@@ -257,6 +258,7 @@ class RunningGeneration:
         finished = session.finished
         if finished is None:
             return None
+        self._record.counted(finished.generated)
         return FinishedEvent(reason=finished.reason, generated=finished.generated, embedded=session.embedded)
 
     async def _pass_on(self, session: UpstreamSession) -> FinishedEvent | None:
@@ -406,8 +408,8 @@ class RouteGenerations:
         tokens = len(request.prompt)
         announced = None if request.session is None else self.records.find(request.session)
         record = announced or self.records.new(key_id=request.key_id, model=request.model, prompt_tokens=tokens)
-        record.prompt_tokens = tokens
-        record.passed_on = request.call is not None
+        record.prompt_tokens, record.passed_on = tokens, request.call is not None
+        record.output = "text" if request.embed is None else "vector"
         generation = RunningGeneration(self, request, record)
         if self._draining:
             generation.shut_down()

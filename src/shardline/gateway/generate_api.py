@@ -102,8 +102,9 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
 
-    async def stop(self) -> None:
-        """End as completed (a stop string came): what is computed past it is discarded and not counted."""
+    async def stop(self, generated: int) -> None:
+        """End as completed (a stop string came) with so many tokens: what is computed past it is discarded and not
+        counted."""
 
     async def cancel(self, reason: str) -> None:
         """End as cancelled, in any phase; the KV is free everywhere soon after. Idempotent."""

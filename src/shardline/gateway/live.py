@@ -51,6 +51,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     gateway: str
+    """Its id: in a cluster with keys the one that its certificate, and `shardline expel`, call it by."""
     key: str
     """Name of the key that asks."""
     scopes: list[str]

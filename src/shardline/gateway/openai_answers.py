@@ -257,14 +257,14 @@ def prompt_progress(prefill: PrefillView, cached_tokens: int, time_ms: float) ->
 
 
 def model_entry(model: ModelInfo, settings: Settings, created: int) -> Json:
-    """One entry of `GET /v1/models`. `ready` is false where layers are `missing`."""
+    """One entry of `GET /v1/models`. `ready` is false where layers are `missing`, or nobody serves a composite one."""
     return {
         "id": model.model,
         "object": "model",
         "created": created,
         "owned_by": "shardline",
         "ready": model.ready,
-        "missing": [list(layers) for layers in model.missing],
+        "missing": missing_layers(model),
         "content_id": model.content_id,
         "engine_class": model.engine_class,
         "composite": model.composite,
@@ -274,6 +274,18 @@ def model_entry(model: ModelInfo, settings: Settings, created: int) -> Json:
         "kv_capacity_tokens": model.kv_capacity_tokens,
         "default_max_tokens": settings.default_max_tokens,
     }
+
+
+def missing_layers(model: ModelInfo) -> list[list[int]]:
+    """Half-open layer ranges that no Node has; none of a composite model, whose layers nobody knows."""
+    return [] if model.composite else [list(layers) for layers in model.missing]
+
+
+def lack_of(model: ModelInfo) -> str:
+    """What keeps a model from being whole, for a person."""
+    if model.composite:
+        return "no Node passes requests on to its server"
+    return f"layers {layers_text(model.missing) or 'none'} are missing"
 
 
 def layers_text(missing: Iterable[tuple[int, int]]) -> str:

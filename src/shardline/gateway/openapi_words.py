@@ -88,7 +88,9 @@ BODY = frozenset(
         *("slow_body", "resources_exhausted", "cancelled"),
     }
 )
-MODEL = frozenset({"model_not_found", "model_unavailable", "tracker_unreachable", "text_unavailable"})
+MODEL = frozenset(
+    {"model_not_found", "model_unavailable", "gateway_expelled", "tracker_unreachable", "text_unavailable"}
+)
 ROUTE = frozenset(
     {
         *("context_length_exceeded", "rate_limit_exceeded", "concurrency_limit_exceeded", "queue_full", "capacity"),

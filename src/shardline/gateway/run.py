@@ -30,6 +30,7 @@ from shardline.gateway.node_logs import NodeLogs
 from shardline.gateway.template import Templates
 from shardline.gateway.text import TextStore
 from shardline.options import GatewayOptions
+from shardline.settings import Settings
 from shardline.telemetry.records import Records
 from shardline.transport.addresses import is_loopback, make_url, split_url
 from shardline.transport.authority import AUTHORITY_FILE, Authority
@@ -102,7 +103,8 @@ async def _run(
                 settings=settings,
                 metrics=metrics,
             )
-            live = _live(options, records, tracker, client, generations, joining=_joining(options, clients))
+            party = None if member is None else member.party
+            live = _live(options, records, tracker, client, generations, party, joining=_joining(options, clients))
             app = GatewayApp(
                 completions=Completions(generations, texts, templates, settings),
                 generations=generations,
@@ -118,7 +120,8 @@ async def _run(
             )
             running = tasks.create_task(generations.run())
             keeping = tasks.create_task(clients.run())
-            renewing = [] if member is None else [tasks.create_task(member.renew())]
+            staying = [] if member is None else [member.renew(), _until_expelled(tracker, settings)]
+            renewing = [tasks.create_task(work) for work in staying]
             await server.start()
             options.announce("listening", url=server.url, tracker=options.tracker_url)
             tasks.create_task(_look_for(tracker, options.tracker_url))
@@ -140,6 +143,7 @@ def _live(
     tracker: TrackerClient,
     client: HttpClient,
     generations: RouteGenerations,
+    party: str | None,
     *,
     joining: Joining,
 ) -> Live:
@@ -150,7 +154,7 @@ def _live(
         logs=NodeLogs(client, lambda: cluster.node_urls),
         settings=options.settings,
         version=shardline.__version__,
-        gateway=generations.gateway_id,
+        gateway=generations.gateway_id if party is None else party,
         joining=joining,
     )
 
@@ -198,6 +202,18 @@ def _cluster_keys(options: GatewayOptions) -> OwnMembership | None:
         )
     party = f"gateway-{secrets.token_hex(8)}"
     return OwnMembership(Authority.made(path, time.time()), party, options.settings, [])
+
+
+async def _until_expelled(tracker: TrackerClient, settings: Settings) -> None:
+    """A Gateway sends no heartbeats, so it asks as often. Raises `join_refused` once it is out of the cluster; all else
+    may pass."""
+    while True:
+        await asyncio.sleep(settings.tracker_heartbeat_s)
+        try:
+            await tracker.models()
+        except ShardlineError as error:
+            if error.code == "join_refused":
+                raise
 
 
 async def _look_for(tracker: TrackerClient, url: str) -> None:

@@ -76,7 +76,9 @@ class ServedModels:
             report.add_done_callback(self._reports.discard)
 
     def _with_remembered(self, models: list[ModelInfo], now: float) -> list[ModelInfo]:
-        self._seen |= {(model.model, model.content_id): (now, model) for model in models}
+        # A composite model that never was ready is a start that failed: nobody is to wait for it.
+        known = [model for model in models if model.ready or not model.composite]
+        self._seen |= {(model.model, model.content_id): (now, model) for model in known}
         self._seen = {key: entry for key, entry in self._seen.items() if now - entry[0] <= REMEMBERED_S}
         listed = {model.content_id for model in models} | {model.model for model in models}
         gone = [model for key, (_, model) in self._seen.items() if listed.isdisjoint(key)]
@@ -88,7 +90,7 @@ def _missing(model: ModelInfo) -> ModelInfo:
     return msgspec.structs.replace(
         model,
         ready=False,
-        missing=[(0, model.n_layers)],
+        missing=[] if model.composite else [(0, model.n_layers)],
         returning=False,
         text_nodes=[],
         head_nodes=[],

@@ -199,8 +199,10 @@ class RouteSession:
             self._changed.set()
 
     def _lost(self, line: Line, why: str, **details: Any) -> ShardlineError:
-        hop = line.hop
-        return ShardlineError("node_lost", f"Node {hop.node} ({hop.first}:{hop.last}) {why}", node=hop.node, **details)
+        return ShardlineError("node_lost", f"{self._named(line)} {why}", node=line.hop.node, **details)
+
+    def _named(self, line: Line) -> str:
+        return f"Node {line.hop.node} ({line.hop.first}:{line.hop.last})"
 
     # ---- listening -------------------------------------------------------------------------------------------
 
@@ -359,12 +361,15 @@ class RouteSession:
         error.details.setdefault("phase", self._record.phase)
         lost = next((x for x in self._lines if x.hop.node == error.details.get("node")), None)
         if lost is not None:
-            error.details["layers"] = [lost.hop.first, lost.hop.last]
+            self._blame(error, lost)
             if error.code == "node_lost":
                 self._record.hop_health(lost.hop.index, "lost")
         error.details.setdefault("position", self._record.prefill_done + self._record.tokens)
         self.failure = error
         self._changed.set()
+
+    def _blame(self, error: ShardlineError, line: Line) -> None:
+        error.details["layers"] = [line.hop.first, line.hop.last]
 
     async def _next_change(self) -> None:
         await self._changed.wait()

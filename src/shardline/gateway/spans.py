@@ -88,13 +88,18 @@ def _session(span: OpenSpan, view: View) -> None:
     if route is not None:
         attributes["shardline.route"] = route["id"]
         attributes["shardline.nodes"] = [hop["node"] for hop in route["hops"]]
-        attributes["shardline.layers"] = [f"{hop['layers'][0]}:{hop['layers'][1]}" for hop in route["hops"]]
+        attributes["shardline.layers"] = [_layers(hop["layers"]) for hop in route["hops"]]
     place = span.place.child()
     _give(span, "route session", place, span.place, (began_ns, ended_ns), attributes, code)
     begins = [(phase, began_ns + int(ms * 1e6)) for phase, ms in view["phases"] if phase in PHASES]
     for number, (phase, begin) in enumerate(begins):
         end = begins[number + 1][1] if number + 1 < len(begins) else ended_ns
         _give(span, phase, place.child(), place, (begin, max(begin, end)), _of_phase(phase, view), None)
+
+
+def _layers(layers: list[int] | None) -> str:
+    """Of a composite Node nobody knows how many it has."""
+    return "all" if layers is None else f"{layers[0]}:{layers[1]}"
 
 
 def _of_phase(phase: str, view: View) -> dict[str, Value]:

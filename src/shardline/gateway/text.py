@@ -73,8 +73,9 @@ class TextStore:
     async def vocabulary(self, model: ModelInfo) -> Vocabulary:
         """The text of `model`'s tokens. Raises `text_unavailable` where no Node serves its bundle."""
         if model.composite:
-            what = f"the model '{model.model[:100]}' is known by name alone: its token ids are its own server's"
-            raise ShardlineError("invalid_value", what, param="model", advice="Send it text, by a completion.")
+            what = f"the model '{model.model[:100]}' is served by another server, and only that one knows its token ids"
+            advice = "Ask that server for them. Here it takes texts and chats, by completions."
+            raise ShardlineError("invalid_value", what, param="model", advice=advice)
         digest = model.text_digest
         if digest is None or not _DIGEST.fullmatch(digest):
             raise ShardlineError("text_unavailable", "no Node serves the text of the model yet")

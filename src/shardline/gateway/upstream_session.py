@@ -122,6 +122,13 @@ class UpstreamSession(RouteSession):
     def _judge_progress(self, now: float) -> None:
         """The Node judges the silence of its upstream, which it hears: also where that adds no text."""
 
+    def _named(self, line: Line) -> str:
+        return f"Node {line.hop.node}"
+
+    def _blame(self, error: ShardlineError, line: Line) -> None:
+        """It has all layers, and nobody knows how many."""
+        error.details["layers"] = None
+
     def _fail(self, error: ShardlineError) -> None:
         """Where it stood, and how much of it was delivered, in tokens, is not known."""
         for name in ("position", "tokens_delivered"):

@@ -77,6 +77,9 @@ def of_tracker(error: ShardlineError, *, asked: str = "", called: str = "") -> S
     if error.code in _FOR_CLIENTS:
         message = error.message.replace(asked, called) if asked else error.message
         return ShardlineError(error.code, message, param=error.param, advice=error.advice, **error.details)
+    if error.details.get("reason") == "expelled":
+        log.warning("gateway_expelled", reason=error.message)
+        return ShardlineError("gateway_expelled", "the operator of this cluster has thrown this Gateway out")
     log.warning("tracker_refused", code=error.code, reason=error.message)
     why = "does not answer" if error.code == "tracker_unreachable" else f"refused this Gateway ({error.code})"
     return ShardlineError("tracker_unreachable", f"the Tracker {why}", retry_after=RETRY_AFTER_S)

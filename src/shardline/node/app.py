@@ -27,6 +27,7 @@ from shardline.node.stream import SessionStream
 from shardline.node.tickets import TicketGate
 from shardline.options import LogReader
 from shardline.settings import PROTOCOL, Settings
+from shardline.transport.authority import name_of
 from shardline.transport.bodies import read_body, read_json, send_body, send_json
 from shardline.transport.boundary import ControlGate, ErrorBoundary, check_protocol, has_credential, no_such_method
 from shardline.transport.carrier import EMPTY_ACK
@@ -212,8 +213,8 @@ def check_party(scope: Scope, path: str, expelled: frozenset[str]) -> None:
     found = scope.get("state", {}).get(PARTIES)
     if found is None:
         return
-    if found & expelled:
-        raise ShardlineError("forbidden", "the operator of this cluster has expelled this party")
+    for uri in found & expelled:
+        raise ShardlineError("forbidden", f"the operator of this cluster has expelled {name_of(uri)}")
     if path.startswith(_OF_GATEWAYS) and not may_route(found):
         raise ShardlineError("forbidden", "only a Gateway may open, keep and end sessions")
 

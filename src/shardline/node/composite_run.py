@@ -1,8 +1,8 @@
 """Starting and ending a composite Node: bind, serve, be known, reach the upstream; and all of it backwards.
 
-Owns the order of these, and what such a Node says of itself. The Tracker hears of it from the first moment, and routes
-over it once its upstream has passed the self-test, however long that takes to start. Shown by
-tests/cluster/test_composite.py.
+Owns the order of these, and what such a Node says of itself. The Tracker hears of it after the first look at its
+upstream, also where that is still to start, but not where its operator must correct something: that model never was.
+It routes over it once its upstream has passed the self-test. Shown by tests/cluster/test_composite.py.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ async def _serve(
         settings=settings,
         membership=membership,
     )
-    host.on_change = lambda: _state_changed(host, presence, options)
+    looked = asyncio.Event()
+    host.on_change = lambda: _state_changed(host, presence, options, looked)
     app = composite_app(
         host,
         identity,
@@ -139,7 +140,7 @@ async def _serve(
     server = HttpServer(traced(app, options.spans), sock=sock, settings=settings, lifespan="off", tls=tls)
     await server.start()
     options.announce("listening", url=identity.url, node=identity.node_id, model=options.model)
-    known = tasks.create_task(presence.run())
+    known = tasks.create_task(_be_known(looked, host, presence))
     running = [known, *map(tasks.create_task, [host.run(), _announce_ready(options, host, presence)])]
     try:
         await asyncio.wait({known})
@@ -153,6 +154,14 @@ async def _serve(
         await server.stop(_STOP_S)
 
 
+async def _be_known(looked: asyncio.Event, host: CompositeHost, presence: Presence) -> ShardlineError:
+    """Like `Presence.run`, once the upstream was looked at; of a start that has failed nobody hears."""
+    await looked.wait()
+    if host.failure is not None or host.state == "draining":
+        await asyncio.Event().wait()  # until whoever ends the Node ends this
+    return await presence.run()
+
+
 def _composite(options: CompositeOptions) -> Composite:
     return Composite(
         model=options.model,
@@ -162,20 +171,21 @@ def _composite(options: CompositeOptions) -> Composite:
     )
 
 
-def _state_changed(host: CompositeHost, presence: Presence, options: CompositeOptions) -> None:
+def _state_changed(host: CompositeHost, presence: Presence, options: CompositeOptions, looked: asyncio.Event) -> None:
+    looked.set()
     presence.changed()
     log.info("upstream_state", state=host.state, reason=host.reason)
     if host.state == "testing":
-        options.announce("testing")
+        options.announce("testing", what="its upstream")
     elif host.state == "loading" and not host.settled.is_set():
         options.announce("waiting", reason=f"for the upstream: {host.reason}")
 
 
 async def _announce_ready(options: CompositeOptions, host: CompositeHost, presence: Presence) -> None:
-    await presence.registered.wait()
     await host.settled.wait()
     if host.failure is not None:
         raise host.failure
+    await presence.registered.wait()
     await presence.tell_now()
     options.announce("ready", node=presence.node_id, layers="all")
 

@@ -21,10 +21,12 @@ import msgspec
 from shardline.errors import ShardlineError
 from shardline.settings import Settings
 from shardline.telemetry.events import EventLog
+from shardline.telemetry.watch import Watch
 from shardline.wire.messages import ENDED, HopTimes, Phase, Route, SeamCount
 from shardline.wire.telemetry import (
     DecodeView,
     HopView,
+    Output,
     PrefillView,
     QueueView,
     RouteView,
@@ -78,7 +80,12 @@ class Record:
         self.tokens = 0
         self.passed_on = False
         """Its tokens are an upstream's: unknown until `used` tells how many they were, and their times for good."""
+        self.output: Output = "text"
+        """What the prompt becomes; a vector has no tokens."""
         self._used = False
+        self._is_counted = False
+        self._pieces = 0
+        """Of text, each with a time, where tokens have none."""
         self._cached_told: int | None = None
         self.failure: dict[str, Any] | None = None
         self.cancel: Callable[[str], None] = not_running
@@ -115,7 +122,7 @@ class Record:
         if phase in ENDED:
             self.ended = self._clock.unix()
             self.queue_position = None
-            self._last_rate = self.rate(self._last_token)
+            self._last_rate = self._whole_rate() if self.passed_on else self.rate(self._last_token)
             self._recent.clear()
         self._emit()
 
@@ -161,6 +168,8 @@ class Record:
         self._seams[hop] = (prefill or before[0], decode or before[1])
 
     def token(self) -> None:
+        if self._is_counted:
+            return
         now = self._clock.ticks()
         self.tokens += 1
         if self._first_token is None:
@@ -177,10 +186,19 @@ class Record:
     def text(self) -> None:
         """Text has come from a composite Node: of how many tokens, nobody says."""
         self._last_token = self._clock.ticks()
+        self._pieces += 1
         if self._first_token is None:
             self._first_token = self._last_token
             self._events.renew()
             self.enter("decode")
+
+    def counted(self, generated: int) -> None:
+        """So many tokens does usage count at the end: the id that ended the text too, which is sent to nobody, and none
+        that was computed beyond a stop string. No token counts behind it."""
+        if generated == self.tokens + 1:
+            self.token()
+        self.tokens = min(self.tokens, generated)
+        self._is_counted = True
 
     def used(self, prompt: int, generated: int, cached: int | None) -> None:
         """What the upstream of a composite Node says that its answer took."""
@@ -205,6 +223,14 @@ class Record:
         if len(recent) < 2 or recent[-1] <= recent[0]:
             return None
         return _finite((len(recent) - 1) / (recent[-1] - recent[0]), 2)
+
+    def _whole_rate(self) -> float | None:
+        """Of a composite Node: from the first piece of its text to the last one, as if all pieces had equally many
+        tokens."""
+        first, last = self._first_token, self._last_token
+        if not self._used or first is None or last is None or last <= first:
+            return None
+        return _finite(self.tokens * (self._pieces - 1) / self._pieces / (last - first), 2)
 
     @property
     def ttft_ms(self) -> float | None:
@@ -234,6 +260,7 @@ class Record:
             time=round(self._clock.unix(), 3),
             phase=self.phase,
             model=self.model,
+            output=self.output,
             queue=QueueView(
                 position=self.queue_position, waited_ms=_finite(max(0.0, waited_until - self._started) * 1e3)
             ),
@@ -267,7 +294,7 @@ class Record:
             hops.append(
                 HopView(
                     node=hop.node,
-                    layers=(hop.first, hop.last),
+                    layers=None if self.passed_on else (hop.first, hop.last),
                     engine_class=hop.engine_class,
                     content_id=hop.content_id,
                     health=self._health.get(hop.index, "ok"),
@@ -282,7 +309,7 @@ class Record:
             id=route.id,
             content_id=route.content_id,
             engine_class=route.engine_class,
-            n_layers=route.n_layers,
+            n_layers=None if self.passed_on else route.n_layers,
             hops=hops,
         )
 
@@ -332,26 +359,6 @@ class Record:
         self._changed.set()
         self._changed = asyncio.Event()
         self.grown(self)
-
-
-class Watch:
-    """Which records of one key have changed since its owner last asked; however many did, no record is there twice."""
-
-    def __init__(self, key_id: str) -> None:
-        self.key_id = key_id
-        self._ids: dict[str, None] = {}
-        self._some = asyncio.Event()
-
-    def note(self, record_id: str) -> None:
-        self._ids[record_id] = None
-        self._some.set()
-
-    async def changed(self) -> list[str]:
-        """Their ids, the one that changed first first; waits until there is one."""
-        await self._some.wait()
-        self._some.clear()
-        ids, self._ids = list(self._ids), {}
-        return ids
 
 
 class Records:

@@ -61,7 +61,7 @@ def create_app(state: TrackerState, credential: str, enrolment: Enrolment | None
             for task in running:
                 task.cancel()
 
-    endpoints = _Endpoints(state)
+    endpoints = _Endpoints(state, enrolment)
     joining = [] if enrolment is None else _joining(enrolment, endpoints)
     router = Router(
         [
@@ -105,7 +105,9 @@ class _PartiesOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN:
-            self._check(scope["method"], scope["path"], scope["state"].get(PARTIES, frozenset()))
+            found = scope["state"].get(PARTIES, frozenset())
+            self._check(scope["method"], scope["path"], found)
+            self._enrolment.heard(found, (scope.get("client") or ("",))[0])
         await self._app(scope, receive, send)
 
     def _check(self, method: str, path: str, found: frozenset[str]) -> None:
@@ -157,8 +159,9 @@ def _joining(enrolment: Enrolment, endpoints: _Endpoints) -> list[Path]:
 class _Endpoints:
     """One method a path."""
 
-    def __init__(self, state: TrackerState) -> None:
+    def __init__(self, state: TrackerState, enrolment: Enrolment | None) -> None:
         self._state = state
+        self._enrolment = enrolment
 
     def model_names(self) -> list[str]:
         return sorted({known.model for known in self._state.models().models})
@@ -184,7 +187,8 @@ class _Endpoints:
         return _json(self._state.nonce())
 
     async def nodes(self, request: Request) -> Response:
-        return _json(self._state.nodes())
+        gateways = {} if self._enrolment is None else {"gateways": self._enrolment.gateways()}
+        return _json({**self._state.nodes(), **gateways})
 
     async def register(self, request: Request) -> Response:
         signed = await self.body(request, Signed)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from shardline.errors import ONE_ENGINE, RETURNING, ShardlineError
+from shardline.errors import COMPOSITE_GONE, ONE_ENGINE, RETURNING, ShardlineError
 from shardline.tracker.selection import (
     Candidate,
     GroupKey,
@@ -223,6 +223,8 @@ def _unavailable(model: str, graphs: dict[GroupKey, RouteGraph], advice: str | N
     lacks = {key: missing_of(graph) for key, graph in graphs.items()}
     key = min(lacks, key=lambda k: (sum(last - first for first, last in lacks[k]), k))
     blocked = sorted(set(graphs[key].blocked))
+    if all(c.shard.composite for c in graphs[key].group):
+        return _no_server(model, key)
     ranges = ", ".join(f"{first}:{last}" for first, last in lacks[key])
     message = f"no whole route for model {model!r:.200}: layers {ranges} of {key.n_layers} are missing"
     others = [k for k in sorted(lacks) if k.content_id == key.content_id and k != key and not is_unloaded(k)]
@@ -240,6 +242,20 @@ def _unavailable(model: str, graphs: dict[GroupKey, RouteGraph], advice: str | N
         content_id=key.content_id,
         engine_class=key.engine_class,
         links=[{"from": b.source, "to": b.to, "reason": b.reason} for b in blocked[:16]],
+        retry_after=RETRY_AFTER_S,
+    )
+
+
+def _no_server(model: str, key: GroupKey) -> ShardlineError:
+    """Of a model behind another server, which has no layers that could be missing."""
+    return ShardlineError(
+        "model_unavailable",
+        f"no Node passes requests for model {model!r:.200} on to its server",
+        param="model",
+        advice=COMPOSITE_GONE,
+        missing=[],
+        content_id=key.content_id,
+        engine_class=key.engine_class,
         retry_after=RETRY_AFTER_S,
     )
 
@@ -273,7 +289,7 @@ def _model(key: GroupKey, group: Sequence[Candidate], links: Links) -> ModelInfo
         text_nodes=[Peer(node=c.node, url=c.url) for c in texts],
         head_nodes=[Peer(node=c.node, url=c.url, layers=(c.shard.first, c.shard.last)) for c in heads],
         ready=route is not None,
-        missing=[] if route is not None else list(missing_of(graph)),
+        missing=[] if route is not None or shards[0].shard.composite else list(missing_of(graph)),
         returning=route is None and is_returning(group, links),
         kv_capacity_tokens=0 if route is None else widest_kv(graph),
         composite=shards[0].shard.composite,

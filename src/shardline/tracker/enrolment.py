@@ -1,7 +1,8 @@
 """Who becomes a party of a cluster with keys: joins by token, renewals by heartbeat or certificate, expulsions.
 
 Owns the order of the checks before the authority signs, and that used tokens and expelled parties stay so over
-restarts. It keeps no list of members, only of those that are out. Shown by tests/tracker/test_enrolment.py.
+restarts. It keeps no list of members, only of those that are out; which Gateways call is noted while they do. Shown by
+tests/tracker/test_enrolment.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -20,9 +21,18 @@ from shardline.settings import Settings
 from shardline.tracker.admission import CLOCK_SKEW_S
 from shardline.tracker.bounds import STATEMENT_LIMIT
 from shardline.tracker.invitations import Guesses, Invitations, Token
-from shardline.transport.authority import Authority, party_of, requested_key, uri_of
+from shardline.transport.authority import GATEWAY_URI, Authority, name_of, party_of, requested_key, uri_of
 from shardline.transport.credentials import keep_secret, kept_secret
-from shardline.wire.joining import AuthorityAnswer, Expulsion, Invitation, JoinAnswer, JoinClaim, JoinRequest, Part
+from shardline.wire.joining import (
+    AuthorityAnswer,
+    Expulsion,
+    GatewaySeen,
+    Invitation,
+    JoinAnswer,
+    JoinClaim,
+    JoinRequest,
+    Part,
+)
 from shardline.wire.tickets import SignatureRefused, node_id_of, verify
 
 INVITATIONS_FILE = "invitations.json"
@@ -31,11 +41,21 @@ EXPELLED_LIMIT = 4_096
 """A cluster that has thrown out more is one to make anew."""
 EXPELLED_TOLD = 256
 """Of those that are out, so many are told to Nodes, the latest."""
+GATEWAYS = 1_024
+"""Gateways that are noted; the one heard longest ago makes room."""
+GATEWAY_GONE_S = 300.0
+"""A Gateway that has not called for so long is not listed: it asks every few seconds."""
 _PARTY = re.compile(r"(?:n|gateway)-[0-9a-f]{16}")
 
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
+
+
+class _Heard(NamedTuple):
+    at: float
+    """Unix seconds."""
+    address: str
 
 
 class Enrolment:
@@ -63,7 +83,9 @@ class Enrolment:
         self._invitations = Invitations(_kept(self._path, list[Token]) or (), settings.invitation_s)
         self._out_path = folder / EXPELLED_FILE
         self._out = _kept(self._out_path, dict[str, float]) or {}
-        self._out_uris = frozenset(map(uri_of, self._out))
+        self._out_uris = {uri_of(party): party for party in self._out}
+        self._heard: dict[str, _Heard] = {}
+        """Gateways by id, the one heard longest ago first."""
 
     def authority(self) -> AuthorityAnswer:
         return AuthorityAnswer(certificate=self._authority.certificate_pem.decode())
@@ -77,13 +99,38 @@ class Enrolment:
 
     def check_not_expelled(self, parties: frozenset[str]) -> None:
         """Raise `join_refused` for a caller whose certificate names one that is out; `parties`: as URIs."""
-        if parties & self._out_uris:
-            raise _expelled()
+        for uri in parties & self._out_uris.keys():
+            raise _expelled(self._out_uris[uri])
+
+    def heard(self, parties: frozenset[str], address: str) -> None:
+        """A caller that may call; of Gateways, which register nowhere, it is noted when that was."""
+        for uri in parties:
+            if uri.startswith(GATEWAY_URI):
+                party = name_of(uri)
+                self._heard.pop(party, None)
+                self._heard[party] = _Heard(self._unix(), address)
+        while len(self._heard) > GATEWAYS:
+            del self._heard[next(iter(self._heard))]
+
+    def gateways(self) -> list[GatewaySeen]:
+        """Those that have called within `GATEWAY_GONE_S`, and those that are out."""
+        now = self._unix()
+        out = {party: self._heard.get(party) for party in self._out if party.startswith("gateway-")}
+        calling = {party: heard for party, heard in self._heard.items() if now - heard.at <= GATEWAY_GONE_S}
+        return [
+            GatewaySeen(
+                id=party,
+                state="expelled" if party in out else "calls",
+                address=None if heard is None else heard.address,
+                last_seen_s=None if heard is None else round(max(0.0, now - heard.at), 3),
+            )
+            for party, heard in sorted({**calling, **out}.items())
+        ]
 
     def check_party(self, party: str) -> None:
         """The same for an id: it may have been thrown out while its request was on the way."""
         if party in self._out:
-            raise _expelled()
+            raise _expelled(party)
 
     def told(self) -> list[str]:
         """Who is out and may still have a certificate that has not ended."""
@@ -101,7 +148,7 @@ class Enrolment:
         else:
             self._out.pop(party, None)
             self._out[party] = self._unix()
-        self._out_uris = frozenset(map(uri_of, self._out))
+        self._out_uris = {uri_of(party): party for party in self._out}
         keep_secret(self._out_path, msgspec.json.encode(self._out))
         log.warning("party_readmitted" if undo else "party_expelled", party=party)
         return Expulsion(expelled=list(self._out), certificate_s=self._settings.certificate_s)
@@ -180,12 +227,13 @@ class Enrolment:
         keep_secret(self._path, msgspec.json.encode(self._invitations.kept))
 
 
-def _expelled() -> ShardlineError:
+def _expelled(party: str) -> ShardlineError:
     return ShardlineError(
         "join_refused",
-        "the operator of this cluster has expelled this party",
-        advice="The operator takes it back with shardline expel --undo.",
+        f"the operator of this cluster has expelled {party}",
+        advice=f"The operator takes it back, on the machine of the Tracker: shardline expel --undo {party}",
         reason="expelled",
+        party=party,
     )
 
 

@@ -91,6 +91,8 @@ class GroupLines(msgspec.Struct, frozen=True, kw_only=True):
     content_id: str
     engine_class: str
     n_layers: int
+    composite: bool = False
+    """Behind another server: nobody knows how many layers there are, and each Shard, told as layer 0, has all."""
     missing: list[tuple[int, int]]
     shards: list[ShardLine]
     blocked: list[BlockedLine]
@@ -137,7 +139,8 @@ def _group(
         content_id=key.content_id,
         engine_class=key.engine_class,
         n_layers=key.n_layers,
-        missing=list(missing_of(graph)),
+        composite=group[0].shard.composite,
+        missing=[] if group[0].shard.composite else list(missing_of(graph)),
         shards=[_shard(c, query, proven) for c in group],
         blocked=[BlockedLine(source=b.source, to=b.to, reason=b.reason) for b in sorted(set(graph.blocked))],
         routes=[_route(key, route, links, choice) for route in ranked[:ROUTE_LIMIT]],

@@ -82,6 +82,8 @@ class NodeRecord:
     """It has said so; what follows is no loss."""
     expelled: bool = False
     """The operator has thrown it out."""
+    served: bool = False
+    """A Shard of it was ready at some time."""
     fault: Fault | None = None
     given: dict[str, Given] = field(default_factory=dict)
     """Route id -> session, of those that the Node's own figures do not hold yet."""
@@ -111,7 +113,7 @@ class NodeRecord:
     def reason(self) -> str | None:
         """Why this Node takes no new sessions; None when it does."""
         if self.expelled:
-            return "the operator has thrown it out"
+            return f"the operator has thrown it out; back in: shardline expel --undo {self.info.id}"
         if not self.beats:
             return "it has left" if self.leaving else "it is silent"
         if self.leaving:
@@ -165,6 +167,8 @@ class Registry:
             reserved = kv.reserved_tokens + sum(g.kv_tokens for g in record.given.values())
             reserved -= sum(g.kv_tokens for g in record.ended.values())
             for shard in record.info.shards:
+                if shard.composite and record.leaving and not (record.beats or record.served):
+                    continue  # a start that failed: its model never was, and has no layers that another Node could take
                 found.append(
                     Candidate(
                         node=node_id,
@@ -224,8 +228,13 @@ class Registry:
             record.links = {
                 to: LinkRecord(Link(out=known.link.out)) for to, known in old.links.items() if known.link.out
             }
+        self._heard(record, info)
         self.nodes[info.id] = record
         return record
+
+    def _heard(self, record: NodeRecord, info: NodeInfo) -> None:
+        record.info = info
+        record.served = record.served or any(shard.state == "ready" for shard in info.shards)
 
     def _forget_one(self) -> bool:
         gone = [(r.gone_at, node_id) for node_id, r in self.nodes.items() if r.gone_at is not None]
@@ -250,7 +259,7 @@ class Registry:
                 "invalid_value", f"heartbeat {beat.count} is not newer than {record.count}", param="count"
             )
         record.count = beat.count
-        record.info = beat.info
+        self._heard(record, beat.info)
         record.seen_at = now
         record.deadline = now + self.settings.tracker_expiry_s
         record.leaving = record.leaving or beat.leaving

@@ -41,6 +41,7 @@ from shardline.wire.artifacts import ArtifactList, SourceList
 from shardline.wire.messages import (
     Heartbeat,
     HeartbeatAnswer,
+    ModelInfo,
     ModelList,
     NodeInfo,
     NodeProof,
@@ -395,7 +396,7 @@ class TrackerState:
         if ready:
             return ready
         lacks = [{"model": m.model, "content_id": m.content_id, "missing": m.missing} for m in known[:16]]
-        named = "; ".join(f"{m.model} lacks layers " + ", ".join(f"{a}:{b}" for a, b in m.missing) for m in known[:3])
+        named = "; ".join(f"{m.model} {_lack_of(m)}" for m in known[:3])
         raise ShardlineError(
             "model_unavailable", named or "no Node serves a model yet", models=lacks, retry_after=RETRY_AFTER_S
         )
@@ -408,6 +409,12 @@ class TrackerState:
             len(self.catalogue.offers),
             [proven for _, proven in self.docket.verdicts()],
         )
+
+
+def _lack_of(model: ModelInfo) -> str:
+    if model.composite:
+        return "has no Node that passes requests on to its server"
+    return "lacks layers " + ", ".join(f"{first}:{last}" for first, last in model.missing)
 
 
 def _check_route_request(request: RouteRequest) -> None:

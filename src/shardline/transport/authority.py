@@ -58,6 +58,13 @@ def uri_of(party: str) -> str:
     return f"{_URI}node:{party}"
 
 
+def name_of(uri: str) -> str:
+    """The party of which `uri_of` makes `uri`."""
+    if uri.startswith(GATEWAY_URI):
+        return f"gateway-{uri.removeprefix(GATEWAY_URI)}"
+    return uri.removeprefix(_URI).removeprefix("node:")
+
+
 def party_of(part: Part, node_id: str) -> str:
     """Who the holder of an identity is: a Node by its id, a Gateway by the same digits."""
     return node_id if part == "node" else f"gateway-{node_id.removeprefix('n-')}"

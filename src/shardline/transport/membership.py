@@ -107,7 +107,10 @@ class Membership:
         key: bytes,
         credential: str = "",
         keep: Callable[[bytes, bytes], None] | None = None,
+        party: str = "",
     ) -> None:
+        self.party = party
+        """As the cluster names it."""
         self.credential = credential
         self.tls = ClusterTls(authority, certificate, key)
         self._keep = keep
@@ -183,6 +186,7 @@ def kept_membership(folder: Path, kept: Kept) -> Membership:
         key=kept.key.encode(),
         credential=kept.credential,
         keep=keep,
+        party=kept.node,
     )
 
 
@@ -195,7 +199,7 @@ class OwnMembership:
 
     def __init__(self, authority: Authority, party: str, settings: Settings, addresses: list[str]) -> None:
         self._authority = authority
-        self._party = party
+        self.party = party
         self._seconds = settings.certificate_s
         self._addresses = addresses
         key = new_key()
@@ -205,7 +209,7 @@ class OwnMembership:
 
     def _issue(self, key: EllipticCurvePrivateKey) -> bytes:
         return self._authority.issue(
-            key.public_key(), self._party, self._addresses, now=time.time(), seconds=self._seconds
+            key.public_key(), self.party, self._addresses, now=time.time(), seconds=self._seconds
         )
 
     async def renew(self) -> None:
@@ -217,4 +221,4 @@ class OwnMembership:
             certificate = self._issue(key)
             self.tls.swap(certificate, key_pem(key))
             self._life = lifetime(certificate)
-            log.info("certificate_renewed", party=self._party, until=round(self._life[1]))
+            log.info("certificate_renewed", party=self.party, until=round(self._life[1]))

@@ -75,3 +75,14 @@ class Expulsion(msgspec.Struct, frozen=True, kw_only=True):
     expelled: list[str]
     certificate_s: float
     """So long at most, a Node that does not reach the Tracker takes the certificate that the party has."""
+
+
+class GatewaySeen(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the list `gateways` in `GET /v1/nodes` of a cluster with keys."""
+
+    id: str
+    """As its certificate names it, and `shardline expel` takes it."""
+    state: Literal["calls", "expelled"]
+    address: str | None
+    """From where it called last; null since the Tracker began."""
+    last_seen_s: float | None

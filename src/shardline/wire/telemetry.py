@@ -6,11 +6,13 @@ finite or null; a rate over no time is null. Pure.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from shardline.wire.messages import Phase, SeamCount
+
+Output = Literal["text", "vector"]
 
 
 class QueueView(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +23,8 @@ class QueueView(msgspec.Struct, frozen=True, kw_only=True):
 
 class HopView(msgspec.Struct, frozen=True, kw_only=True):
     node: str
-    layers: tuple[int, int]
+    layers: tuple[int, int] | None
+    """[first, last); null of a composite Node, which has all, and nobody knows how many."""
     engine_class: str
     content_id: str
     health: str
@@ -39,7 +42,8 @@ class RouteView(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     content_id: str
     engine_class: str
-    n_layers: int
+    n_layers: int | None
+    """Null of a composite Node."""
     hops: list[HopView]
 
 
@@ -57,9 +61,11 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
 
 class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None = 0
-    """Null of a composite Node until its upstream has told its usage; its rate is null for good."""
+    """Null of a composite Node until its upstream has told its usage. At the end as many as usage counts: the id that
+    ended the text is one of them, what was computed beyond a stop string is not."""
     tokens_per_s: float | None = None
-    """Over the last 2 s; null until two tokens came."""
+    """Over the last 2 s; null until two tokens came. Of a composite Node null until the end, and then over the whole
+    answer."""
     ttft_ms: float | None = None
     """From the arrival of the request to its first token."""
 
@@ -82,6 +88,8 @@ class TelemetryEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds at the Gateway."""
     phase: Phase
     model: str
+    output: Output = "text"
+    """What the prompt becomes."""
     queue: QueueView = QueueView()
     route: RouteView | None = None
     prefill: PrefillView

@@ -55,10 +55,12 @@ async def hosted(settings: Settings = SETTINGS) -> AsyncIterator[tuple[Composite
         await stub.die()
 
 
-def open_session(host: CompositeHost, *, max_tokens: int = 16, key: bytes | None = None) -> SessionStream:
+def open_session(
+    host: CompositeHost, *, max_tokens: int = 16, key: bytes | None = None, kv_tokens: int = 4096
+) -> SessionStream:
     ticket = Ticket(
         id="t", route="r-1", gateway="g-1", node="n-1", hop=0, hops=1, content_id="name1-0", first=0, last=1,
-        kv_tokens=4096, prefill_chunk=1, previous=None, next=TicketPeer(node="n-1", url="http://x"), layout_in="",
+        kv_tokens=kv_tokens, prefill_chunk=1, previous=None, next=TicketPeer(node="n-1", url="http://x"), layout_in="",
         layout_out="", not_after=0,
     )  # fmt: skip
     call = UpstreamCall(kind="chat", fields={"messages": [], "max_tokens": max_tokens})
@@ -125,6 +127,21 @@ async def test_closing_frees_it_in_each_phase() -> None:
             assert host.close(key) and not host.close(key)
             assert (await heard(stream))[-1]["event"] == "closed"
             await is_free(host, stub, client)
+
+
+async def test_places_are_contexts_of_this_upstream() -> None:
+    """Another Node of the same name has a shorter context, and tickets are for that."""
+    async with hosted() as (host, stub, _):
+        stub.replies.extend([HANGING, HANGING])
+        keys = [secrets.token_bytes(16), secrets.token_bytes(16)]
+        for key in keys:
+            open_session(host, key=key, kv_tokens=100)
+        with pytest.raises(ShardlineError) as full:
+            open_session(host, kv_tokens=100)
+        assert (full.value.code, host.ledger.reserved) == ("kv_exhausted", 2 * 4096)
+        for key in keys:
+            assert host.close(key)
+        assert host.ledger.reserved == 0
 
 
 async def test_a_key_that_is_not_taken_any_more_takes_it_out_of_routes() -> None:

@@ -128,7 +128,15 @@ class StubUpstream:
         asked = Asked(path, headers, json.loads(body))
         self.asked.append(asked)
         reply = self.replies.popleft() if self.replies else self.usual
-        await self._answer(writer, reply)
+        try:
+            await self._answer(writer, reply)
+            await self._then(reply, asked, reader, writer)
+        except OSError:
+            asked.left.set()
+
+    async def _then(
+        self, reply: Reply, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if reply.then == "hang":
             await reader.read(1)
             asked.left.set()

@@ -50,6 +50,8 @@ _FINAL = frozenset({"model_not_found", "setting_invalid"})
 class _Session:
     key: bytes
     ticket: Ticket
+    kv_tokens: int
+    """Its place."""
     stream: SessionStream
     task: asyncio.Task[None] | None = None
     closed: bool = False
@@ -219,15 +221,21 @@ class CompositeHost:
         if self.state != "ready" or request.call is None:
             raise ShardlineError("shard_unready", f"the upstream is {self.state}", retry_after=2)
         self._upstream.check(request.call)
-        self.ledger.reserve(ticket.kv_tokens)
+        # A whole context of this upstream: the ticket's is the shortest of all Nodes of this name.
+        place = max(ticket.kv_tokens, 0 if self.description is None else self.description.context_length)
+        self.ledger.reserve(place)
         key = bytes.fromhex(request.key)
-        session = _Session(key, ticket, SessionStream(limit=2 * request.max_tokens + _STREAM_SLACK))
+        session = _Session(key, ticket, place, SessionStream(limit=2 * request.max_tokens + _STREAM_SLACK))
         self._sessions[key] = session
         self._gateways.opened(ticket.gateway, time.monotonic())
-        session.stream.emit(Opened(node=self.node_id, kv_reserved=ticket.kv_tokens))
-        work = self._answer(session, request.call, request.max_tokens)
-        session.task = self._tasks.create_task(contained(work, "upstream_call", lambda _: self._broken(session)))
+        session.stream.emit(Opened(node=self.node_id, kv_reserved=place))
+        session.task = self._tasks.create_task(self._work(session, request.call, request.max_tokens))
         return session.stream
+
+    async def _work(self, session: _Session, call: UpstreamCall, max_tokens: int) -> None:
+        """Made here, so that a session that is closed before its task begins leaves nothing that nobody awaits."""
+        work = self._answer(session, call, max_tokens)
+        await contained(work, "upstream_call", lambda _: self._broken(session))
 
     async def _answer(self, session: _Session, call: UpstreamCall, max_tokens: int) -> None:
         try:
@@ -254,8 +262,8 @@ class CompositeHost:
         session.closed = True
         if session.task is not None and session.task is not asyncio.current_task():
             session.task.cancel()
-        self.ledger.release(session.ticket.kv_tokens)
-        session.stream.emit(Closed(kv_released=session.ticket.kv_tokens))
+        self.ledger.release(session.kv_tokens)
+        session.stream.emit(Closed(kv_released=session.kv_tokens))
         session.stream.end()
         return True
 

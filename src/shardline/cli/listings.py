@@ -63,7 +63,10 @@ def _show(as_json: bool, answer: Any, text: str) -> None:
 @wide_option
 @pass_invocation
 def nodes(invocation: Invocation, tracker_url: str | None, gone_too: bool, as_json: bool, wide: bool) -> None:
-    """List the Nodes, their layers and state; in a cluster with keys also its Gateways."""
+    """List the Nodes, their layers and state.
+
+    In a cluster with keys also its Gateways, by the ids that `expel` takes.
+    """
     tracker = tracker_of(invocation.configuration(tracker=tracker_url))
     answer = tracker.get("/v1/nodes")
     if not gone_too:

@@ -41,7 +41,7 @@ from shardline.settings import PROTOCOL, Settings
 from shardline.transport.addresses import advertised_url, reachable_address, split_url
 from shardline.transport.authority import AUTHORITY_FILE, Authority
 from shardline.transport.bodies import send_json
-from shardline.transport.boundary import ControlGate, ErrorBoundary
+from shardline.transport.boundary import ControlGate, ErrorBoundary, no_such_method
 from shardline.transport.credentials import identity_key
 from shardline.transport.http_client import HttpClient
 from shardline.transport.http_server import HttpServer, bind, check_listener, check_tracker, warn_of_plain_http
@@ -272,7 +272,7 @@ def seeder_app(
         elif path not in ("/v1/node", "/v1/log", "/healthz"):
             raise ShardlineError("not_found", "nothing is served at this path")
         elif scope["method"] != "GET":
-            raise ShardlineError("method_not_allowed", f"{path} does not have {scope['method'][:20]}")
+            raise no_such_method("GET")
         elif path == "/v1/node":
             await tell_node(scope, send, identity, credential, lambda: seeder_info(identity, settings))
         elif path == "/v1/log":

@@ -53,12 +53,12 @@ class Desk:
         )
 
     def start(self, machine: str, *arguments: str) -> Path:
-        """A command that goes on running; the file with what it prints."""
+        """A command that goes on running; the file with what it prints, for people."""
         out = self.folder / f"{machine}-{len(self.running)}.out"
         with out.open("w") as file:
             self.running.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "shardline", *arguments],
+                    [sys.executable, "-m", "shardline", "--log-format", "console", *arguments],
                     env=self.environ(machine),
                     stdin=subprocess.DEVNULL,
                     stdout=file,

@@ -33,7 +33,7 @@ class Usage:
     """None: not told, by the upstream of a composite model."""
     reasoning_tokens: int = 0
     known: bool = True
-    """Of a composite model whose upstream does not tell it: False, and all numbers are 0."""
+    """Of a composite model whose upstream does not tell it of all choices: False, and the numbers are of the others."""
 
     def fields(self) -> Json | None:
         """Null where it is not known."""

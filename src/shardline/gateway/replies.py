@@ -262,10 +262,8 @@ def usage_of(prepared: Prepared, choices: Sequence[Choice]) -> Usage:
 
 
 def _usage_told(firsts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
-    """Of a composite model: what its upstream said, if it did so for all choices."""
+    """Of a composite model: what its upstream said; known where it did so for all choices."""
     told = [choice.usage for choice in choices if choice.usage is not None]
-    if len(told) < len(choices):
-        return Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0, known=False)
     begun = [choice.usage for choice in firsts if choice.usage is not None]
     cached = [usage.cached_tokens for usage in begun]
     return Usage(
@@ -273,6 +271,7 @@ def _usage_told(firsts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
         completion_tokens=sum(usage.completion_tokens for usage in told),
         cached_tokens=None if None in cached else sum(count or 0 for count in cached),
         reasoning_tokens=sum(usage.reasoning_tokens or 0 for usage in told),
+        known=len(told) == len(choices),
     )
 
 

@@ -229,16 +229,16 @@ def fingerprint(model: ModelInfo) -> str:
     return "fp_" + digest.hexdigest()[:16]
 
 
-def timings(prompt_tokens: int, cached_tokens: int, generated: int, times: dict[str, float | None]) -> Json:
+def timings(prompt_tokens: int, cached_tokens: int | None, generated: int, times: dict[str, float | None]) -> Json:
     """llama-server's `timings`. The span from the first token to the last one holds one token less than there are."""
-    prompt_n = prompt_tokens - cached_tokens
+    prompt_n = None if cached_tokens is None else prompt_tokens - cached_tokens
     prompt_ms, predicted_ms = times.get("prompt_ms"), times.get("predicted_ms")
     return {
         "cache_n": cached_tokens,
         "prompt_n": prompt_n,
         "prompt_ms": prompt_ms,
         "prompt_per_token_ms": _ratio(prompt_ms, prompt_n),
-        "prompt_per_second": _ratio(prompt_n * 1e3, prompt_ms),
+        "prompt_per_second": None if prompt_n is None else _ratio(prompt_n * 1e3, prompt_ms),
         "predicted_n": generated,
         "predicted_ms": predicted_ms,
         "predicted_per_token_ms": _ratio(predicted_ms, generated - 1),

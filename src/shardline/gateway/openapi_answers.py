@@ -77,14 +77,14 @@ UsageIfKnown = Annotated[
 
 
 class Timings(Shape, kw_only=True):
-    """llama-server's, with `timings_per_token`."""
+    """llama-server's, with `timings_per_token`; null what the upstream of a composite model does not tell."""
 
-    cache_n: int
-    prompt_n: int
+    cache_n: int | None
+    prompt_n: int | None
     prompt_ms: Number
     prompt_per_token_ms: Number
     prompt_per_second: Number
-    predicted_n: int
+    predicted_n: int | None
     predicted_ms: Number
     predicted_per_token_ms: Number
     predicted_per_second: Number

@@ -279,4 +279,4 @@ def timings_of(choice: Choice) -> dict[str, Any]:
     prefill, times = choice.generation.telemetry().prefill, choice.generation.timings()
     if prefill.total is None:  # of a composite model: what its upstream has not told
         return dict.fromkeys(timings(0, 0, 0, {}))
-    return timings(prefill.total, prefill.cached or 0, choice.generated, times)
+    return timings(prefill.total, prefill.cached, choice.generated, times)

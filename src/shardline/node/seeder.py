@@ -28,7 +28,7 @@ from shardline.artifact.adoption import adopt_all
 from shardline.artifact.bundle import TrustPolicy, load_bundle
 from shardline.artifact.signing import read_public_key
 from shardline.artifact.store import Store, StoredArtifact
-from shardline.errors import ShardlineError
+from shardline.errors import ShardlineError, first_of
 from shardline.node.app import check_party, is_open, tell_log, tell_node
 from shardline.node.artifact_advertiser import Advertised, Advertiser
 from shardline.node.artifact_door import ArtifactDoor
@@ -161,14 +161,9 @@ async def _run(
     try:
         await _serve(options, sock, artifacts, key, member, client)
     except* ShardlineError as group:
-        raise _first(group) from None
+        raise first_of(group) from None
     finally:
         await client.aclose()
-
-
-def _first(group: BaseExceptionGroup[ShardlineError]) -> ShardlineError:
-    error = group.exceptions[0]
-    return error if isinstance(error, ShardlineError) else _first(error)
 
 
 async def _serve(
@@ -260,7 +255,7 @@ def seeder_app(
     expelled: Callable[[], frozenset[str]],
     log_lines: LogReader | None = None,
 ) -> ASGIApp:
-    """What a seeder answers: who it is, that it lives, pieces, and blocks of them."""
+    """What a seeder answers: who it is, that it lives, its last log lines, pieces, and blocks of them."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -96,6 +96,7 @@ def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(ShardlineError) as refused:
         check_place(url, None)
     assert refused.value.code == "setting_invalid" and refused.value.param == "upstream"
+    assert "u:p" not in refused.value.message, "it may hold a password"
 
 
 def test_urls() -> None:

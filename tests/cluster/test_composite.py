@@ -477,6 +477,7 @@ async def test_a_slow_start_is_waited_for(tmp_path: Path) -> None:
         ({"data": [{"id": "another", "max_model_len": 9}]}, 200, {}, "model"),
         ({"data": [{"id": MODEL}]}, 200, {}, "context_length"),
         ({"error": {"message": "no"}}, 401, {}, "upstream_key_file"),
+        ({"data": [{"id": MODEL, "max_model_len": 9}]}, 200, {"upstream_ca": Path("ca.pem")}, "upstream_ca"),
     ],
 )
 async def test_what_its_operator_must_correct_ends_the_start(

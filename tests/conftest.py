@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
+
+# No example has a deadline: how long one takes says more of the machine than of the code.
+hypothesis.settings.register_profile("shardline", deadline=None)
+hypothesis.settings.load_profile("shardline")
 
 FOLDERS = ("cluster", "model", "cli", "llama", "cases", "gateway", "transport")
 """Those that take longest, longest first: what is begun last should be short."""

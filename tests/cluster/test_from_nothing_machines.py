@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from shardline.artifact.signing import public_pem
 from shardline.artifact.store import Store
 from shardline.cli.demo_model import demo_model
 from tests.support.artifacts import publisher, signed_bundle
-from tests.support.machines import Machines, Typed, machines
+from tests.support.machines import READY, Machines, Typed, machines
 from tests.support.namespaces import Host, why_not
 from tests.support.plane import range_bytes, wanted_bytes
 
@@ -29,7 +28,6 @@ pytestmark = [
 pytest.importorskip("llama_cpp")
 
 QUESTION = "What is a shard, in one sentence?"
-_READY = re.compile(r"^node: ready$", re.MULTILINE)
 FLAGS = "--kv-tokens 2048 --threads 1 --no-adopt"
 
 
@@ -48,7 +46,7 @@ async def pasted(cluster: Machines, host: Host, flags: str) -> Typed:
     """The printed line on an empty machine, with no model behind it."""
     line = await cluster.printed_line()
     typed = await cluster.type(host, f"{line} {FLAGS} {flags}")
-    await typed.until(_READY)
+    await typed.until(READY)
     return typed
 
 

@@ -24,6 +24,8 @@ from tests.support.cluster import Stream, until
 from tests.support.namespaces import Host, Network
 
 Json = dict[str, Any]
+READY = re.compile('^{.*"phase": "ready".*"role": "node"}$', re.MULTILINE)
+"""What a Node says where one pipe takes that and its log."""
 _LINE = re.compile(r"^\s+(shardline node --join '[^']+')$", re.MULTILINE)
 _GATEWAY = re.compile(r"^Gateway: http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
 
@@ -130,7 +132,7 @@ class Machines:
         """Paste the printed line on `host`, with the model behind it."""
         line = line or await self.printed_line()
         typed = await self.type(host, f"{line} --model {shlex.quote(str(self.script))} --layers {layers} {flags}")
-        await typed.until(re.compile(r"^node: ready$", re.MULTILINE))
+        await typed.until(READY)
         for listed in await self.listed():
             if host.address in listed["url"]:
                 self.nodes[listed["id"]] = host

@@ -85,10 +85,10 @@ class Announcer:
 def is_one_place() -> bool:
     """Whether stdout and stderr are one file, pipe or journal: what is written to either stands between the other's."""
     try:
-        out, err = os.fstat(1), os.fstat(2)
-    except OSError:
-        return False
-    return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) and not os.isatty(2)
+        out, err = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):
+        return False  # one of them is no file
+    return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) and not sys.stderr.isatty()
 
 
 def _write(line: str) -> None:

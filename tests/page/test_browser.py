@@ -338,6 +338,7 @@ async def test_a_log_is_text_also_of_a_node_that_nobody_lists(browser: Any, clus
         await tab.page.evaluate("(told) => import('/page/store.js').then((store) => store.take('log', told))", told)
         card = ".gone .card"
         await tab.page.click(f"{card} .log-head button")
+        await tab.page.wait_for_selector(f"{card} .log-lines li:last-child")  # it is drawn with the next frame
         assert await tab.page.locator(f"{card} .log-lines li").count() == 200
         assert await tab.text(f"{card} .log-lines li:last-child .words") == f"250 {HOSTILE}"
         assert "no longer listed" in await tab.text(card) and "200 warnings" in await tab.text(card)

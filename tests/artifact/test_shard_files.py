@@ -23,7 +23,7 @@ from shardline.formats.gguf_files import GGUFModel, read_model
 from shardline.formats.shard_gguf import PAGE, Copy, plan_shard
 from tests.support.gguf_models import CONTENT_ID, WIDTH, content, metadata, small_model, tensors
 from tests.support.gguf_writer import Tensor, gguf_bytes
-from tests.support.small_disk import mounted
+from tests.support.small_disk import disk, mounted
 
 WAIT_S = 20.0
 
@@ -155,38 +155,67 @@ def test_what_cannot_be_cut_makes_no_folder(model: GGUFModel, cache: Path) -> No
     assert not cache.exists()
 
 
-def test_without_the_kernels_copy_the_bytes_are_the_same(
-    model: GGUFModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("write", [1, 100, PAGE, 3 * PAGE + 8])
+def test_whatever_the_size_of_a_write_the_bytes_are_the_same(
+    model: GGUFModel, cache: Path, monkeypatch: pytest.MonkeyPatch, write: int
 ) -> None:
     expected = ShardFiles(cache / "a").shard(model, CONTENT_ID, 0, 4).read_bytes()
-
-    def refuse(*_: object) -> int:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(shard_files, "WRITE", write)
+    monkeypatch.setattr(shard_files, "CHUNK", 2 * PAGE)
     assert ShardFiles(cache / "b").shard(model, CONTENT_ID, 0, 4).read_bytes() == expected
-    monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
-    assert ShardFiles(cache / "c").shard(model, CONTENT_ID, 0, 4).read_bytes() == expected
 
 
-def test_large_tensors_go_in_chunks_that_begin_on_pages(
+def test_large_tensors_are_shared_in_chunks_that_begin_on_pages(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the source, and of the file too: only so can a file system share the blocks."""
     monkeypatch.setattr(shard_files, "CHUNK", 2 * PAGE)
     model = small_model(tmp_path, layers=40)
+    expected = ShardFiles(cache / "a").shard(model, CONTENT_ID, 2, 39).read_bytes()
     calls: list[tuple[int, int, int]] = []
-    real = os.copy_file_range
 
-    def counted(source: int, target: int, count: int, offset_src: int, offset_dst: int) -> int:
-        calls.append((count, offset_src, offset_dst))
-        return real(source, target, count, offset_src, offset_dst)
+    def shared(source: int, target: int, size: int, offset: int, position: int) -> bool:
+        calls.append((size, offset, position))
+        os.pwrite(target, os.pread(source, size, offset), position)
+        return True
 
-    monkeypatch.setattr(os, "copy_file_range", counted)
-    path = ShardFiles(cache).shard(model, CONTENT_ID, 2, 39)
-    assert read_header(path).integer("llama.block_count") == 37
-    assert [count for count, _, _ in calls[1:3]] == [2 * PAGE, 2 * PAGE]
-    assert all(source % PAGE == 0 and target % PAGE == 0 for _, source, target in calls[1:3])
+    monkeypatch.setattr(shard_files, "_cloned", shared)
+    path = ShardFiles(cache / "b").shard(model, CONTENT_ID, 2, 39)
+    assert path.read_bytes() == expected
+    assert [size for size, _, _ in calls[:2]] == [2 * PAGE, 2 * PAGE]
+    assert sum(size for size, _, _ in calls) > len(expected) / 2
+    assert all(number % PAGE == 0 for call in calls for number in call)
+
+
+def test_large_writes_leave_large_pages(tmp_path: Path) -> None:
+    """In the page cache, where the file system has them: what is computed from single pages is slower."""
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(8 << 20))
+    written = tmp_path / "written"
+    sizes: list[int] = []
+    real = os.pwrite
+    with source.open("rb") as read, written.open("wb") as file, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_files, "_cloned", lambda *_: False)
+        patch.setattr(os, "pwrite", lambda handle, data, offset: sizes.append(len(data)) or real(handle, data, offset))
+        piece = Copy(0, 4, (8 << 20) - 4)
+        assert list(shard_files._copied(read.fileno(), file.fileno(), piece, 4))[-1] == piece.nbytes
+    assert written.read_bytes()[4:] == source.read_bytes()[4:]
+    assert sizes == [PAGE - 4, *[1 << 20] * 7, (1 << 20) - PAGE]
+
+
+@pytest.mark.parametrize("kind", ["btrfs", "xfs"])
+def test_a_file_system_that_can_shares_the_blocks(tmp_path: Path, kind: str) -> None:
+    with disk(tmp_path / "mounted", kind, 512 << 20) as folder:
+        source, target = folder / "source", folder / "target"
+        source.write_bytes(bytes_of_it := os.urandom(16 << 20))
+        with source.open("rb") as read, target.open("wb") as file:
+            os.fsync(read.fileno())
+            before = os.statvfs(folder)
+            assert list(shard_files._copied(read.fileno(), file.fileno(), Copy(0, 100, (16 << 20) - 100), 100))
+            os.fsync(file.fileno())
+            used = (before.f_bfree - os.statvfs(folder).f_bfree) * before.f_frsize
+        assert target.read_bytes()[100:] == bytes_of_it[100:]
+        assert used < 4 << 20
 
 
 def test_a_factor_is_applied(tmp_path: Path, cache: Path) -> None:

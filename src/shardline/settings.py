@@ -101,7 +101,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prefill_chunk_min: int = 16
     """Smallest prefill chunk in tokens; a power of two."""
     prefill_chunk_target_ms: float = 250.0
-    """The chunk is the largest one that the slowest hop computes in this time."""
+    """The chunk is the largest one that the slowest hop computes in this time, up to 64 tokens in four times this."""
     prefill_queue_per_session: int = 2
     """Chunks of one session that a Node takes before it has computed them."""
     # What is kept of sessions that have ended, for prompts that begin alike.

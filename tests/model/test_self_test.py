@@ -134,7 +134,20 @@ def test_a_context_of_few_tokens():
 
 @pytest.mark.parametrize(
     "ms,chunk",
-    [(0.0, 512), (0.001, 512), (0.48, 512), (0.49, 256), (1.0, 128), (7.8, 32), (15.6, 16), (16.0, 16), (5000.0, 16)],
+    [
+        (0.0, 512),
+        (0.001, 512),
+        (0.48, 512),
+        (0.49, 256),
+        (1.0, 128),
+        (3.9, 64),
+        (7.8, 64),
+        (15.6, 64),
+        (15.7, 32),
+        (31.2, 32),
+        (32.0, 16),
+        (5000.0, 16),
+    ],
 )
 def test_the_prefill_chunk(ms, chunk):
     assert choose_prefill_chunk(ms, Settings()) == chunk
@@ -143,3 +156,4 @@ def test_the_prefill_chunk(ms, chunk):
 def test_the_prefill_chunk_keeps_its_limits():
     settings = Settings(prefill_chunk_min=64, prefill_chunk_max=128, prefill_chunk_target_ms=100)
     assert [choose_prefill_chunk(ms, settings) for ms in (0.1, 0.7, 0.8, 9.0)] == [128, 128, 64, 64]
+    assert choose_prefill_chunk(3.0, Settings(prefill_chunk_max=32)) == 32

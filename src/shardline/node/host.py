@@ -362,8 +362,10 @@ class ShardHost:
         self.engine.submit(entries, self._batch_done)
 
     def _batch_done(self, result: BatchResult) -> None:
-        """What others wait for leaves first: rows and tokens for the next hop, then the account of the step."""
+        """What others wait for comes first: steps of other sessions that the engine can begin with, rows and tokens for
+        the next hop, and then the account of the step."""
         batch, self._running = self._running, []
+        started = self._batch_started
         computed: list[tuple[Slot, QueuedStep, StepResult]] = []
         outgoing: dict[tuple[str, int], list[Outgoing]] = {}
         for i, (slot, queued) in enumerate(batch):
@@ -377,10 +379,16 @@ class ShardHost:
             step = self._next_step(slot, queued.step, outcome)
             if step is not None:
                 outgoing.setdefault((slot.ticket.next.node, step.entry.lane), []).append(Outgoing(slot, step))
-        own = self._hand_on(outgoing.values())
+        own = self._own(outgoing)
+        if self._last_lane == "decode" and not own:
+            # A prefill chunk's place in the outbox is free only when the last one has left; steps of a route of one
+            # Node are about to wait, too, and ride together.
+            self._pump()
+        self._hand_on(outgoing.values())
         compute_ms = result.compute_us / 1e3
         for slot, queued, outcome in computed:
-            self._account(slot, queued, outcome, compute_ms, len(batch))
+            queue_ms = round((started - queued.arrived) * 1e3, 3)
+            self._account(slot, queued, outcome, queue_ms, compute_ms, len(batch))
         for item in own:
             self._close_ring(item)
         self._pump()
@@ -396,18 +404,15 @@ class ShardHost:
         onward = Entry(slot.key, entry.seq + 1, entry.position + entry.rows, 1, 0, LANE_DECODE, FLAG_OUTPUT)
         return Step(onward, token.id.to_bytes(4, "little"), ())
 
-    def _hand_on(self, outgoing: Iterable[list[Outgoing]]) -> list[Outgoing]:
-        """Push; returns what goes nowhere, as one Node is the whole route."""
-        own: list[Outgoing] = []
+    def _own(self, outgoing: dict[tuple[str, int], list[Outgoing]]) -> list[Outgoing]:
+        """Takes out what goes nowhere, as one Node is the whole route."""
+        return outgoing.pop((self.node_id, LANE_DECODE), []) if self._shard().is_tail else []
+
+    def _hand_on(self, outgoing: Iterable[list[Outgoing]]) -> None:
         shard = self._shard()
         layout = TOKENS_ONLY if shard.is_tail else shard.layout_out
         for items in outgoing:
-            peer = items[0].slot.ticket.next
-            if shard.is_tail and peer.node == self.node_id:
-                own += items
-            else:
-                self._outbox.send(peer, layout, items)
-        return own
+            self._outbox.send(items[0].slot.ticket.next, layout, items)
 
     def _close_ring(self, item: Outgoing) -> None:
         """The next step of a route of one Node, without a socket."""
@@ -416,12 +421,14 @@ class ShardHost:
         except ShardlineError as error:
             self.sessions.fail(item.slot, error)
 
-    def _account(self, slot: Slot, queued: QueuedStep, outcome: StepResult, compute_ms: float, rows: int) -> None:
+    def _account(
+        self, slot: Slot, queued: QueuedStep, outcome: StepResult, queue_ms: float, compute_ms: float, rows: int
+    ) -> None:
         """What a computed step says of its session: how far it is, how long it took; of a tail, its token."""
         entry = queued.step.entry
         slot.computed_end = entry.position + entry.rows
         slot.times = HopTimes(
-            queue_ms=round((self._batch_started - queued.arrived) * 1e3, 3),
+            queue_ms=queue_ms,
             compute_ms=round(compute_ms, 3),
             send_ms=slot.times.send_ms if slot.times else None,
         )

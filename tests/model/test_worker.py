@@ -591,6 +591,7 @@ def test_the_environment_of_a_worker_is_made_not_inherited() -> None:
     made = worker_environment(inherited, 3)
     assert made["OMP_NUM_THREADS"] == "3"
     assert (made["PATH"], made["CUDA_VISIBLE_DEVICES"]) == ("/bin", "1")
+    assert made["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert not {"SHARDLINE_CREDENTIAL", "HTTP_PROXY"} & set(made)
     assert int(worker_environment({}, 0)["OMP_NUM_THREADS"]) >= 1
 

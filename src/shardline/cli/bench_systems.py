@@ -50,9 +50,9 @@ class Unsplit:
     """llama.cpp in a process of its own (`shardline.model.llama_unsplit`). `passive`: idle threads sleep at once."""
 
     def __init__(self, model: Path, *, threads: int, sequences: int, kv_tokens: int, passive: bool) -> None:
-        from shardline.model.worker_process import worker_environment
+        from shardline.model.worker_process import LARGE_PAGES, worker_environment
 
-        own = dict(os.environ)
+        own = os.environ | LARGE_PAGES
         command = [sys.executable, "-m", "shardline.model.llama_unsplit", str(model), "--threads", str(threads)]
         command += ["--sequences", str(sequences), "--kv-tokens", str(kv_tokens)]
         self._process = subprocess.Popen(

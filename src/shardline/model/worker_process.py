@@ -54,6 +54,9 @@ _NATIVE_WORDS = re.compile(r"\.(?:c|cc|cpp|cu|h|m|metal):\d+: |^terminate called
 """How a library says why it ends the process: an assertion with its place, an exception of C++ that nobody took."""
 _DIRECTORIES = re.compile(r"(?:/[\w.@+~-]+)+/")
 _REAP_S = 5.0
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""malloc of glibc advises large pages, and most systems give them only so. A model of 1.1 billion weights, which llama.cpp
+has laid out anew, was computed with 30.8 steps a second instead of 24.9. Each worker has some 25 MB more for it."""
 
 
 def worker_environment(inherited: Mapping[str, str], threads: int) -> dict[str, str]:
@@ -63,11 +66,13 @@ def worker_environment(inherited: Mapping[str, str], threads: int) -> dict[str, 
     for its neighbour would else spin on the cores that the neighbour computes on. Two workers of two threads in turn,
     on two busy cores, ms a step, p50: 35 to 192 as it comes; 22 to 25 with OMP_WAIT_POLICY=PASSIVE, the same with
     GOMP_SPINCOUNT=0 (either does for GNU OpenMP, which torch brings; KMP_BLOCKTIME is for builds with Intel's).
+    Large pieces of memory are asked for in large pages.
     """
     kept = {k: v for k, v in inherited.items() if k in _INHERITED or k.startswith(_INHERITED_PREFIXES)}
     count = str(threads or _usable_cores())
     return {
         **kept,
+        **LARGE_PAGES,
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": count,

@@ -55,8 +55,8 @@ _NATIVE_WORDS = re.compile(r"\.(?:c|cc|cpp|cu|h|m|metal):\d+: |^terminate called
 _DIRECTORIES = re.compile(r"(?:/[\w.@+~-]+)+/")
 _REAP_S = 5.0
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""malloc of glibc advises large pages, and most systems give them only so. A model of 1.1 billion weights, which llama.cpp
-has laid out anew, was computed with 30.8 steps a second instead of 24.9. Each worker has some 25 MB more for it."""
+"""malloc of glibc advises large pages; most systems give them only so. A model of 1.1 billion weights that llama.cpp
+has laid out anew was computed with 30.8 steps a second instead of 24.9. Each worker has some 25 MB more for it."""
 
 
 def worker_environment(inherited: Mapping[str, str], threads: int) -> dict[str, str]:

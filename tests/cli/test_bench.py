@@ -29,6 +29,7 @@ def test_numbers_are_checked(tmp_path: Path, flag: str, value: str) -> None:
         (["--prefill", "0", "--tokens", "120"], "context of 128"),
         (["--prefill", "0", "--tokens", "8", "--nodes", "1,5"], "cannot be cut into 5 parts"),
         (["--prefill", "0", "--tokens", "8", "--rpc-server", "/no/such/program"], "is no program"),
+        (["--prefill", "0", "--tokens", "8", "--apart", "--threads", "256"], "need 257 cores"),
     ],
 )
 def test_what_cannot_be_measured_is_told_at_once(tmp_path: Path, flags: list[str], words: str) -> None:

@@ -54,6 +54,7 @@ def wanted() -> Wanted:
         prompt_tokens=32,
         prefill_tokens=2048,
         threads=1,
+        apart=False,
         busy=1,
         rpc_server=None,
         llama_bench=None,

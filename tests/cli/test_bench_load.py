@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from shardline.cli.bench_load import Streamed, decode_rate, run_streams
+from shardline.cli.bench_systems import engines_apart
 from shardline.errors import ShardlineError
 
 HEAD = b"HTTP/1.1 200 OK\r\nshardline-route-session: rs-7\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -87,3 +91,19 @@ def test_a_rate_counts_only_what_all_streams_shared() -> None:
     assert decode_rate([two_a_piece]) == pytest.approx(2.0)
     with pytest.raises(ShardlineError, match="overlap"):
         decode_rate([early, Streamed((5.0, 6.0), 2, "d")])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_engines_have_cores_of_their_own_for_a_while() -> None:
+    everywhere = os.sched_getaffinity(0)
+    first = {min(everywhere)}
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen([*sleeping, "shardline.model.worker"]) as engine, subprocess.Popen(sleeping) as other:
+        try:
+            with engines_apart(1):
+                assert os.sched_getaffinity(engine.pid) == first
+                assert os.sched_getaffinity(other.pid) == os.sched_getaffinity(0) == everywhere - first
+            assert all(os.sched_getaffinity(pid) == everywhere for pid in (0, engine.pid, other.pid))
+        finally:
+            engine.kill()
+            other.kill()

@@ -7,6 +7,7 @@ Shown by tests/cli/test_bench.py.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
     "--prefill", type=click.IntRange(0, 65536), default=2048, show_default=True, help="Of the prefill run; 0: none."
 )
 @click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="Threads of each Node.")
+@click.option("--apart", is_flag=True, help="One stream: engines on cores of their own, all else on the others.")
 @click.option("--busy", type=click.IntRange(0, 64), default=0, help="Processes that compute without a pause beside it.")
 @click.option("--rpc-server", metavar="PATH", help="RPC server of llama.cpp [default: found on PATH].")
 @click.option("--llama-bench", metavar="PATH", help="llama-bench of llama.cpp [default: found on PATH].")
@@ -107,6 +109,8 @@ def _wanted(
             param="prefill",
             advice="Lower --prefill, --prompt or --tokens.",
         )
+    if counts["apart"]:
+        _check_apart(counts["threads"])
     for each in ranges:
         check_cover(each, shape.n_layers)
     named = {len(each): each for each in ranges}
@@ -125,6 +129,18 @@ def _wanted(
         weights=weights,
         **counts,
     )
+
+
+def _check_apart(threads: int) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    if cores <= threads:
+        raise ShardlineError(
+            "setting_invalid",
+            f"engines of {threads} threads apart from all else need {threads + 1} cores that this process may choose, "
+            f"there are {cores}",
+            param="apart",
+            advice="Leave --apart out.",
+        )
 
 
 def _program(param: str, given: str | None, names: tuple[str, ...]) -> Path | None:

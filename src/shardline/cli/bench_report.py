@@ -86,6 +86,7 @@ def as_json(wanted: Wanted, figures: Figures, machine: Machine, model: ModelFact
         "tokens": wanted.tokens,
         "prompt_tokens": wanted.prompt_tokens,
         "prefill_tokens": wanted.prefill_tokens,
+        "apart": wanted.apart,
         "busy": wanted.busy,
         **figures.to_json(),
         "report": as_markdown(wanted, figures, machine, model),
@@ -114,7 +115,7 @@ def as_markdown(wanted: Wanted, figures: Figures, machine: Machine, model: Model
 def _one_stream(wanted: Wanted, rows: Sequence[Row]) -> str:
     title = (
         f"**Decode, one stream** ({wanted.tokens} tokens behind {wanted.prompt_tokens}; "
-        f"threads of each Node and of the unsplit run: {wanted.threads})"
+        f"threads of each Node and of the unsplit run: {wanted.threads}{'; engines apart' if wanted.apart else ''})"
     )
     header = ("system", "tokens/s", "unsplit", "ratio", "added ms a step", "per hop", "first token ms", "unsplit")
     return f"{title}\n\n" + markdown(header, [_alone_cells(row) for row in rows])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from shardline.cli.bench_systems import (
     System,
     Unsplit,
     busy_processes,
+    engines_apart,
     route,
     rpc_servers,
 )
@@ -52,6 +53,8 @@ class Wanted:
     """Of each Node."""
     ranges: Mapping[int, Ranges] = field(default_factory=dict)
     """Layers of each Node, by their number; else the most even cut."""
+    apart: bool
+    """One stream: engines on cores of their own."""
     busy: int
     rpc_server: Path | None
     llama_bench: Path | None
@@ -219,12 +222,14 @@ def _rounds(wanted: Wanted, cases: list[_Case], unsplits: Unsplits, vocab_size: 
                 unsplits.warm(threads, prompts, case.tokens)
                 case.system.run(prompts, case.tokens)
                 continue
-            if number % 2:
-                plain = unsplits.run(threads, prompts, case.tokens)
-                own = case.system.run(prompts, case.tokens)
-            else:
-                own = case.system.run(prompts, case.tokens)
-                plain = unsplits.run(threads, prompts, case.tokens)
+            apart = wanted.apart and case.row.streams == 1 and not case.prefill
+            with engines_apart(threads) if apart else nullcontext():
+                if number % 2:
+                    plain = unsplits.run(threads, prompts, case.tokens)
+                    own = case.system.run(prompts, case.tokens)
+                else:
+                    own = case.system.run(prompts, case.tokens)
+                    plain = unsplits.run(threads, prompts, case.tokens)
             _note(case, own, plain)
         say(f"round {number} of {wanted.rounds}" + (" (warm-up)" if warming else ""))
 

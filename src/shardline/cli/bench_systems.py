@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import psutil
+
 from shardline.cli.bench_load import decode_rate, run_streams
 from shardline.cli.cluster import Cluster, first_model_of, planned
 from shardline.cli.cluster_parts import GlobalFlags
@@ -29,6 +31,7 @@ from shardline.errors import ShardlineError
 from shardline.formats.memory import WeightBytes
 
 ANSWER_S = 900.0
+_ENGINES = ("shardline.model.worker", "shardline.model.llama_unsplit")
 Prompts = Sequence[Sequence[int]]
 Ranges = list[tuple[int, int]]
 
@@ -252,3 +255,26 @@ def busy_processes(count: int) -> Iterator[None]:
             process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(_ended, process)
         yield
+
+
+@contextmanager
+def engines_apart(threads: int) -> Iterator[None]:
+    """Until the end of the block, the engines below this process have the first `threads` cores, all else the others.
+    Of one stream one engine computes at a time: so each has what it would have on a machine of its own."""
+    everywhere = os.sched_getaffinity(0)
+    cores = sorted(everywhere)
+    try:
+        _place(set(cores[:threads]), set(cores[threads:]))
+        yield
+    finally:
+        _place(everywhere, everywhere)
+
+
+def _place(engines: set[int], others: set[int]) -> None:
+    """Every thread of every process; those that end meanwhile need no place."""
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            cores = engines if any(module in process.cmdline() for module in _ENGINES) else others
+            for thread in process.threads():
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(thread.id, cores)

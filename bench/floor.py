@@ -28,15 +28,16 @@ from shardline.model.backend import BackendEntry, ShardSpec
 from shardline.model.llama_backend import LlamaBackend
 from shardline.model.llama_shard import load
 from shardline.model.llama_unsplit import Unsplit
-from shardline.model.worker_process import worker_environment
+from shardline.model.worker_process import LARGE_PAGES, worker_environment
 
 KV_TOKENS = 2048
 PROMPT = list(range(1, 9))
-PLACES: dict[str, tuple[set[int], set[int]] | None] = {
+PLACES: dict[str, tuple[int, int] | None] = {
     "where the system puts them": None,
-    "on one core": ({0}, {0}),
-    "on two cores": ({0}, {1}),
+    "on one core": (0, 0),
+    "on two cores": (0, 1),
 }
+"""Of the cores that this process may use."""
 _MESSAGE = 1 << 20
 
 
@@ -57,6 +58,8 @@ class Part:
         (output,) = self._backend.run([BackendEntry(0, position, 1, token.to_bytes(4, "little"), hidden, True)])
         if isinstance(output, Exception):
             raise output
+        if len(output.hidden) > 1:
+            raise SystemExit("several tensors cross the Seams of this model: only one is measured here")
         if output.logits is None:
             return bytes(output.hidden[0])
         return int(np.asarray(output.logits).argmax()).to_bytes(4, "little")
@@ -125,7 +128,8 @@ def measure(model: Path, rounds: int, tokens: int) -> str:
         for number in range(rounds + 1):
             for place, cores in PLACES.items():
                 plain = unsplit_ms(whole, tokens)
-                ours, theirs = cores or (everywhere, everywhere)
+                usable = sorted(everywhere)
+                ours, theirs = [{usable[core]} for core in cores] if cores else (everywhere, everywhere)
                 os.sched_setaffinity(0, ours)
                 os.sched_setaffinity(tail.process.pid, theirs)
                 taken = split_ms(head, tail, tokens)
@@ -156,8 +160,8 @@ def main() -> None:
         return
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("this needs two cores")
-    if "OMP_NUM_THREADS" not in os.environ:
-        # The library reads it when it is loaded.
+    if not LARGE_PAGES.items() <= os.environ.items():
+        # Both are read when the process and the library begin.
         os.execvpe(
             sys.executable, [sys.executable, "-m", "bench.floor", *sys.argv[1:]], worker_environment(os.environ, 1)
         )

@@ -222,7 +222,9 @@ def _rounds(wanted: Wanted, cases: list[_Case], unsplits: Unsplits, vocab_size: 
                 unsplits.warm(threads, prompts, case.tokens)
                 case.system.run(prompts, case.tokens)
                 continue
+            # llama.cpp's own programs are not looked for among the processes: they stay where the system puts them.
             apart = wanted.apart and case.row.streams == 1 and not case.prefill
+            apart = apart and not isinstance(case.system, LlamaBench)
             with engines_apart(threads) if apart else nullcontext():
                 if number % 2:
                     plain = unsplits.run(threads, prompts, case.tokens)

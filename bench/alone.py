@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardline.model.worker_process import LARGE_PAGES, worker_environment
+from shardline.model.worker_process import worker_environment
 
 
 class Alone:
@@ -23,7 +23,7 @@ class Alone:
 
     def __init__(self, model: Path, threads: int, *, sleeping: bool) -> None:
         """`sleeping`: idle OpenMP threads sleep at once, as those of an engine worker do; else as torch has them."""
-        environment = worker_environment(os.environ, threads) if sleeping else os.environ | LARGE_PAGES
+        environment = worker_environment(os.environ, threads) if sleeping else dict(os.environ)
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "bench.alone", str(model), str(threads)],
             stdin=subprocess.PIPE,

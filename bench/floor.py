@@ -28,7 +28,7 @@ from shardline.model.backend import BackendEntry, ShardSpec
 from shardline.model.llama_backend import LlamaBackend
 from shardline.model.llama_shard import load
 from shardline.model.llama_unsplit import Unsplit
-from shardline.model.worker_process import LARGE_PAGES, worker_environment
+from shardline.model.worker_process import worker_environment
 
 KV_TOKENS = 2048
 PROMPT = list(range(1, 9))
@@ -160,8 +160,8 @@ def main() -> None:
         return
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("this needs two cores")
-    if not LARGE_PAGES.items() <= os.environ.items():
-        # Both are read when the process and the library begin.
+    if "OMP_NUM_THREADS" not in os.environ:
+        # It is read when the library begins.
         os.execvpe(
             sys.executable, [sys.executable, "-m", "bench.floor", *sys.argv[1:]], worker_environment(os.environ, 1)
         )

@@ -29,7 +29,7 @@ from shardline.cli.invocation import credential_of
 from shardline.cli.supervisor import Child, Supervisor
 from shardline.errors import ShardlineError
 from shardline.formats.memory import WeightBytes
-from shardline.model.worker_process import LARGE_PAGES, worker_environment
+from shardline.model.worker_process import worker_environment
 
 ANSWER_S = 900.0
 _ENGINES = ("shardline.model.worker", "shardline.model.llama_unsplit")
@@ -54,7 +54,7 @@ class Unsplit:
     """llama.cpp in a process of its own (`shardline.model.llama_unsplit`). `passive`: idle threads sleep at once."""
 
     def __init__(self, model: Path, *, threads: int, sequences: int, kv_tokens: int, passive: bool) -> None:
-        own = os.environ | LARGE_PAGES
+        own = dict(os.environ)
         command = [sys.executable, "-m", "shardline.model.llama_unsplit", str(model), "--threads", str(threads)]
         command += ["--sequences", str(sequences), "--kv-tokens", str(kv_tokens)]
         self._process = subprocess.Popen(
@@ -200,10 +200,7 @@ class LlamaBench:
         """One stream, or prefill alone where one token is asked for."""
         depth = len(prompts[0])
         work = ["-p", str(depth), "-n", "0"] if tokens == 1 else ["-p", "0", "-n", str(tokens), "-d", str(depth)]
-        environment = os.environ | LARGE_PAGES
-        done = subprocess.run(
-            [*self._command, *work], capture_output=True, text=True, timeout=ANSWER_S, env=environment
-        )
+        done = subprocess.run([*self._command, *work], capture_output=True, text=True, timeout=ANSWER_S)
         if done.returncode != 0:
             raise ShardlineError("engine_unavailable", f"llama-bench failed: {done.stderr.strip()[-300:]}")
         rate = float(json.loads(done.stdout)[-1]["avg_ts"])
@@ -218,9 +215,7 @@ def rpc_servers(program: Path, count: int, threads: int) -> Iterator[list[str]]:
         for _ in range(count):
             port = free_port()
             command = [str(program), "-H", "127.0.0.1", "-p", str(port), "-t", str(threads)]
-            process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | LARGE_PAGES
-            )
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             stack.callback(_ended, process)
             addresses.append(f"127.0.0.1:{port}")
             _until_listening(process, port)

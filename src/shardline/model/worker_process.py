@@ -43,7 +43,17 @@ from shardline.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-_INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
+_INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "TZ",
+    "GLIBC_TUNABLES",
+)
 _INHERITED_PREFIXES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_", "PYTORCH_", "TORCH_", "GGML_")
 _READ_BYTES = 256 << 10
 _LINE_CHARS = 2000
@@ -54,9 +64,6 @@ _NATIVE_WORDS = re.compile(r"\.(?:c|cc|cpp|cu|h|m|metal):\d+: |^terminate called
 """How a library says why it ends the process: an assertion with its place, an exception of C++ that nobody took."""
 _DIRECTORIES = re.compile(r"(?:/[\w.@+~-]+)+/")
 _REAP_S = 5.0
-LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""malloc of glibc advises large pages; most systems give them only so. A model of 1.1 billion weights that llama.cpp
-has laid out anew was computed with 30.8 steps a second instead of 24.9. Each worker has some 25 MB more for it."""
 
 
 def worker_environment(inherited: Mapping[str, str], threads: int) -> dict[str, str]:
@@ -66,13 +73,12 @@ def worker_environment(inherited: Mapping[str, str], threads: int) -> dict[str, 
     for its neighbour would else spin on the cores that the neighbour computes on. Two workers of two threads in turn,
     on two busy cores, ms a step, p50: 35 to 192 as it comes; 22 to 25 with OMP_WAIT_POLICY=PASSIVE, the same with
     GOMP_SPINCOUNT=0 (either does for GNU OpenMP, which torch brings; KMP_BLOCKTIME is for builds with Intel's).
-    Large pieces of memory are asked for in large pages.
+    Who sets GLIBC_TUNABLES means it for engines, too (large pages, docs/benchmark.md).
     """
     kept = {k: v for k, v in inherited.items() if k in _INHERITED or k.startswith(_INHERITED_PREFIXES)}
     count = str(threads or _usable_cores())
     return {
         **kept,
-        **LARGE_PAGES,
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": count,

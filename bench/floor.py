@@ -28,7 +28,6 @@ from shardline.model.backend import BackendEntry, ShardSpec
 from shardline.model.llama_backend import LlamaBackend
 from shardline.model.llama_shard import load
 from shardline.model.llama_unsplit import Unsplit
-from shardline.model.worker_process import worker_environment
 
 KV_TOKENS = 2048
 PROMPT = list(range(1, 9))
@@ -71,15 +70,19 @@ class Tail:
     def __init__(self, arguments: list[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "bench.floor", "--tail", str(theirs.fileno()), *arguments]
-        environment = worker_environment(os.environ, 1)
-        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
+        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         theirs.close()
-        if not self._socket.recv(_MESSAGE):
-            raise SystemExit("the second process did not start")
+        self._answer()
 
     def step(self, token: int, position: int, rows: bytes) -> int:
         self._socket.send(token.to_bytes(4, "little") + position.to_bytes(4, "little") + rows)
-        return int.from_bytes(self._socket.recv(_MESSAGE), "little")
+        return int.from_bytes(self._answer(), "little")
+
+    def _answer(self) -> bytes:
+        data = self._socket.recv(_MESSAGE)
+        if not data:
+            raise SystemExit("the second process has ended; what it said stands above")
+        return data
 
     def close(self) -> None:
         self._socket.close()
@@ -124,11 +127,11 @@ def measure(model: Path, rounds: int, tokens: int) -> str:
         whole = Unsplit(model, threads=1, sequences=1, kv_tokens=KV_TOKENS)
         stack.callback(whole.close)
         everywhere = os.sched_getaffinity(0)
+        usable = sorted(everywhere)
         found: dict[str, list[tuple[float, float]]] = {place: [] for place in PLACES}
         for number in range(rounds + 1):
             for place, cores in PLACES.items():
                 plain = unsplit_ms(whole, tokens)
-                usable = sorted(everywhere)
                 ours, theirs = [{usable[core]} for core in cores] if cores else (everywhere, everywhere)
                 os.sched_setaffinity(0, ours)
                 os.sched_setaffinity(tail.process.pid, theirs)
@@ -160,11 +163,6 @@ def main() -> None:
         return
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("this needs two cores")
-    if "OMP_NUM_THREADS" not in os.environ:
-        # It is read when the library begins.
-        os.execvpe(
-            sys.executable, [sys.executable, "-m", "bench.floor", *sys.argv[1:]], worker_environment(os.environ, 1)
-        )
     print(measure(given.model, given.rounds, given.tokens))
 
 

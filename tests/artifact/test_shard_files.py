@@ -187,8 +187,8 @@ def test_large_tensors_are_shared_in_chunks_that_begin_on_pages(
     assert all(number % PAGE == 0 for call in calls for number in call)
 
 
-def test_large_writes_leave_large_pages(tmp_path: Path) -> None:
-    """In the page cache, where the file system has them: what is computed from single pages is slower."""
+def test_what_is_not_shared_is_written_in_large_pieces(tmp_path: Path) -> None:
+    """They leave long runs in the page cache: what is computed from single pages is slower."""
     source = tmp_path / "source"
     source.write_bytes(os.urandom(8 << 20))
     written = tmp_path / "written"

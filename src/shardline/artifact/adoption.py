@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Literal
 
 import structlog
 
+from shardline.artifact.blocks import share
 from shardline.artifact.identity import HashedFile
 from shardline.artifact.piece_writer import PieceWriter
 from shardline.artifact.store import StoredArtifact
@@ -28,7 +28,6 @@ from shardline.wire.bitmap import Pieces
 ENTRIES_LIMIT = 200_000
 """Files and folders that are looked at below one folder."""
 DEPTH_LIMIT = 8
-_FICLONE = 0x40049409
 _COMMIT_BYTES = 256 << 20
 
 log = structlog.get_logger(__name__)
@@ -128,7 +127,7 @@ def _cloned(file: StoredFile, handle: int) -> bool:
     except OSError:
         return False
     try:
-        fcntl.ioctl(target, _FICLONE, handle)
+        share(handle, target)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.EBADF):
             raise

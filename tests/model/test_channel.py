@@ -37,7 +37,7 @@ REQUESTS: list[Request] = [
     Load("scripted", ShardSpec("x.json", 0, 3, options={"a": 1})),
     Open(3, 10, 20, Sampling(temperature=0.5, logit_bias={7: -100.0}, seed=2**63)),
     Open(4, 10, 20, None),
-    Batch([(0, 5, 1, True), (1, 0, 16, False)], 65536, 0),
+    Batch(1, [(0, 5, 1, True, True), (1, 0, 16, False, False)], 65536, 0),
     Rollback(1, 7),
 ]
 

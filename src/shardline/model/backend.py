@@ -81,7 +81,8 @@ class BackendEntry:
     position: int
     rows: int
     tokens: Buffer
-    """I32 little-endian, [rows]."""
+    """I32 little-endian, [rows]. Empty, for one row of a Shard that is the whole model: the token that the batch before
+    this one sampled for the slot. No backend sees that (model/generation.py)."""
     hidden: tuple[Buffer, ...]
     """One C-contiguous buffer a tensor of `layout_in`, [rows, *shape]."""
     want_output: bool

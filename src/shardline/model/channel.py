@@ -1,8 +1,9 @@
 """What crosses between the Node and its engine worker: typed frames on a socket, rows in shared memory.
 
-Owns the frames (u32 little-endian length, MessagePack of one tagged struct), and where the rows of a batch lie in the
-shared file: a header page that the worker writes (ticks, KV tokens), an area for rows in, an area for rows out. Both
-sides compute the same places from the same entries. Refuses to own processes. Shown by tests/model/test_channel.py.
+Owns the frames (u32 little-endian length, MessagePack of one tagged struct), and where the rows of a batch lie in a
+shared file: a header page that the worker writes (ticks and KV tokens, in the first file), an area for rows in, an
+area for rows out. Both sides compute the same places from the same entries. Refuses to own processes. Shown by
+tests/model/test_channel.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from shardline.wire.steps import SeamLayout
 
 FRAME_LIMIT = 64 << 20
 HEADER_BYTES = 4096
+AREAS = 2
+"""Shared files: the rows of a batch that runs, and those of the one behind it."""
 AREAS_LIMIT = 1 << 30
-"""Of the shared file: what is asked for is reserved, so a wrong number must not take the machine's memory."""
+"""Of a shared file: what is asked for is reserved, so a wrong number must not take the machine's memory."""
 _ALIGN = 64
 _LENGTH = struct.Struct("<I")
 
@@ -78,9 +81,12 @@ class Rollback(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """One engine call. `entries`: (slot, position, rows, want_output). The areas' sizes say how the file is divided."""
+    """One engine call. `entries`: (slot, position, rows, want_output, sampled), where `sampled` says that the token is
+    the one that the batch before sampled. Its rows are in the shared file number `area`, and the sizes say how that is
+    divided."""
 
-    entries: list[tuple[int, int, int, bool]]
+    area: int
+    entries: list[tuple[int, int, int, bool, bool]]
     in_bytes: int
     out_bytes: int
 
@@ -141,7 +147,11 @@ class PooledPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
     pooling: Pooling
 
 
-Outcome = Fault | Sampled | PooledPrompt | None
+class Skipped(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The entry had no token to go on with."""
+
+
+Outcome = Fault | Sampled | PooledPrompt | Skipped | None
 """Of one entry; None where rows or nothing came out."""
 
 

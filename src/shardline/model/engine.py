@@ -1,4 +1,4 @@
-"""The engine as the Node sees it: asynchronous, one batch at a time, lost and restarted without the Node.
+"""The engine as the Node sees it: asynchronous, one batch after another, lost and restarted without the Node.
 
 Owns the `Engine` protocol, the rule for restarts, and `InlineEngine`, which runs a paced (scripted) backend on the
 Node's own loop. A backend that really computes belongs into `worker_engine.WorkerEngine`. Refuses to schedule:
@@ -42,7 +42,7 @@ Done = Callable[[BatchResult], None]
 class Engine(Protocol):
     """One loaded Shard behind the event loop. All methods are called on that loop, and all callbacks run on it.
 
-    When the engine dies or hangs, `on_lost(error)` is called first, then the `done` of the running batch with the same
+    When the engine dies or hangs, `on_lost(error)` is called first, then the `done` of each batch with the same
     error as its `failure`; waiting calls raise it. All slots are gone then. The engine starts itself again, at most
     `worker_restarts` times (1, 2, 4 … s apart), and calls `on_ready()` when slots can be opened again; when it gives
     up, `on_lost` is called once more.
@@ -52,6 +52,8 @@ class Engine(Protocol):
     on_ready: Callable[[], None]
     on_progress: Callable[[int, int], None]
     """While it loads: how much is done, of how much; in units of the engine's own (layers, bytes)."""
+    takes_ahead: bool
+    """A second batch may be submitted while one runs; the engine begins with it by itself."""
     before_restart: Callable[[], Awaitable[None]]
     """Awaited before it starts itself again: what must be on disk may be lost, too. What it raises is a failed try."""
 
@@ -70,9 +72,9 @@ class Engine(Protocol):
         """Free a slot, behind the running batch. Nothing to do where the engine is down."""
 
     def submit(self, entries: Sequence[BackendEntry], done: Done) -> None:
-        """Run one batch, the only one until `done`, which never runs inside this call. Buffers of `entries` may be
-        dropped when it returns, unless the engine is inline. Limits: `step`, or `prefill_chunk` for more than one
-        row of a session."""
+        """Run one batch, the only one until `done`, or one of two where the engine takes one ahead. `done` never runs
+        inside this call. Buffers of `entries` may be dropped when it returns, unless the engine is inline. Limits:
+        `step`, or `prefill_chunk` for more than one row of a session."""
 
     async def rollback(self, slot: int, position: int) -> None: ...
 
@@ -155,6 +157,8 @@ class PacedBackend(Backend, Protocol):
 
 class InlineEngine:
     """A paced backend on the Node's loop, with the same losses, limits and restarts as a worker process."""
+
+    takes_ahead = False
 
     def __init__(self, load: Callable[[], PacedBackend], settings: Settings) -> None:
         self.on_lost: Callable[[ShardlineError], None] = lambda _: None

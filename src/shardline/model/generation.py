@@ -46,15 +46,20 @@ class Pooled(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Of one entry: the rows for the next Shard (one buffer a tensor of `layout_out`), or on the tail a token or a
-    vector, or nothing where no output was wanted."""
+    vector, or nothing where no output was wanted, or where the entry was skipped."""
 
     hidden: tuple[Buffer, ...] = ()
     token: SampledToken | None = None
     pooled: Pooled | None = None
+    skipped: bool = False
+    """The entry was for the token of the batch before, and that ended the generation, or failed: nothing was done."""
+
+
+_SKIPPED = StepResult(skipped=True)
 
 
 class _Slot:
-    __slots__ = ("expected", "kept", "kv_tokens", "pool", "sampler", "spec")
+    __slots__ = ("ended", "expected", "kept", "kv_tokens", "pool", "sampler", "spec")
 
     def __init__(self, spec: SlotSpec, sampler: Sampler | None, pool: Pool | None) -> None:
         self.spec = spec
@@ -65,6 +70,8 @@ class _Slot:
         """As last read from the backend."""
         self.expected: int | None = None
         """The token sampled last: it must come round as the next row."""
+        self.ended = False
+        """That token is the last of the generation."""
         self.kept = False
         """Its session has ended: nothing is computed here, others begin with what it holds."""
 
@@ -184,18 +191,31 @@ class Generator:
 
     def run(self, entries: Sequence[BackendEntry]) -> list[StepResult | ShardlineError]:
         """Compute one batch: a result or an error for each entry, in order. The caller closes slots that failed."""
-        results: list[StepResult | ShardlineError | None] = [None] * len(entries)
-        runnable: list[int] = []
-        for i, entry in enumerate(entries):
+        results: list[StepResult | ShardlineError] = [_SKIPPED] * len(entries)
+        runnable: dict[int, BackendEntry] = {}
+        for i, given in enumerate(entries):
+            entry = given if given.tokens else self._with_token(given)
+            if entry is None:
+                continue
             try:
                 self._check(entry)
-                runnable.append(i)
+                runnable[i] = entry
             except ShardlineError as error:
                 results[i] = error
         if runnable:
-            for i, output in zip(runnable, self._compute([self._asked(entries[i]) for i in runnable]), strict=True):
-                results[i] = self._result(entries[i], output)
-        return [r for r in results if r is not None]
+            outputs = self._compute([self._asked(entry) for entry in runnable.values()])
+            for (i, entry), output in zip(runnable.items(), outputs, strict=True):
+                results[i] = self._result(entry, output)
+        return results
+
+    def _with_token(self, entry: BackendEntry) -> BackendEntry | None:
+        """The entry with the token that was sampled last; None where none is to follow."""
+        held = self._slots.get(entry.slot)
+        if held is None or held.sampler is None or entry.rows != 1:
+            return entry  # and what is wrong with it is told
+        if held.expected is None or held.ended:
+            return None
+        return replace(entry, tokens=held.expected.to_bytes(4, "little"))
 
     def _asked(self, entry: BackendEntry) -> BackendEntry:
         """What the backend is asked for: of a prompt that becomes a vector, rows in place of logits."""
@@ -294,6 +314,7 @@ class Generator:
             end = "stop"
         elif number + 1 >= held.spec.max_tokens:
             end = "length"
+        held.ended = end is not None
         return SampledToken(choice.id, choice.logprob, choice.top, end)
 
 

@@ -46,6 +46,7 @@ from shardline.model.channel import (
     Rollback,
     Sampled,
     SharedRows,
+    Skipped,
     Stop,
     Test,
     Tested,
@@ -91,10 +92,10 @@ def detach(parent: int) -> None:
 class Worker:
     """Answers the Node's requests, one after another, each exactly once."""
 
-    def __init__(self, channel: socket.socket, texts: Sequence[socket.socket], rows: SharedRows) -> None:
+    def __init__(self, channel: socket.socket, texts: Sequence[socket.socket], areas: Sequence[SharedRows]) -> None:
         self._channel = channel
         self._texts = texts
-        self._rows = rows
+        self._areas = areas
         self._reader = FrameReader(Request)
         self._name = ""
         self._generator: Generator | None = None
@@ -129,7 +130,7 @@ class Worker:
             return Refused(Fault.of(fault))
         finally:
             if self._generator is not None:
-                self._rows.kv_tokens = self._generator.kv_tokens
+                self._areas[0].kv_tokens = self._generator.kv_tokens
 
     def _loaded(self) -> Generator:
         if self._generator is None:
@@ -168,33 +169,40 @@ class Worker:
         return Done()
 
     def _run(self, generator: Generator, batch: Batch) -> BatchDone:
-        self._rows.follow(batch.in_bytes, batch.out_bytes)
-        counts = tuple([rows for _, _, rows, _ in batch.entries])
+        shared = self._areas[batch.area]
+        shared.follow(batch.in_bytes, batch.out_bytes)
+        counts = tuple([rows for _, _, rows, _, _ in batch.entries])
         inputs, _ = places(counts, self._in_sizes, True)
         outputs, _ = places(counts, self._out_sizes, False)
-        rows_in = self._rows.rows_in
+        rows_in = shared.rows_in
         entries = [
             BackendEntry(
-                slot, position, rows, rows_in(*place.tokens), tuple(rows_in(*h) for h in place.hidden), want_output
+                slot,
+                position,
+                rows,
+                b"" if sampled else rows_in(*place.tokens),
+                tuple(rows_in(*h) for h in place.hidden),
+                want_output,
             )
-            for (slot, position, rows, want_output), place in zip(batch.entries, inputs, strict=True)
+            for (slot, position, rows, want_output, sampled), place in zip(batch.entries, inputs, strict=True)
         ]
         started = time.perf_counter()
         results = generator.run(entries)
         compute_us = (time.perf_counter() - started) * 1e6
-        return BatchDone([self._outcome(r, p) for r, p in zip(results, outputs, strict=True)], compute_us)
+        return BatchDone([_outcome(r, p, shared) for r, p in zip(results, outputs, strict=True)], compute_us)
 
-    def _outcome(self, result: StepResult | ShardlineError, place: Place) -> Outcome:
-        if isinstance(result, ShardlineError):
-            return Fault.of(result)
-        for buffer, (offset, size) in zip(result.hidden, place.hidden, strict=False):
-            self._rows.rows_out(offset, size)[:] = memoryview(buffer).cast("B")
-        token = result.token
-        if result.pooled is not None:
-            return PooledPrompt(*result.pooled)
-        if token is None:
-            return None
+
+def _outcome(result: StepResult | ShardlineError, place: Place, shared: SharedRows) -> Outcome:
+    if isinstance(result, ShardlineError):
+        return Fault.of(result)
+    for buffer, (offset, size) in zip(result.hidden, place.hidden, strict=False):
+        shared.rows_out(offset, size)[:] = memoryview(buffer).cast("B")
+    token = result.token
+    if token is not None:
         return Sampled(token.id, token.logprob, None if token.top is None else list(token.top), token.end)
+    if result.pooled is not None:
+        return PooledPrompt(*result.pooled)
+    return Skipped() if result.skipped else None
 
 
 def _serve_texts(lane: socket.socket, generator: Generator) -> None:
@@ -226,19 +234,20 @@ def _ending_when_lost() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="shardline.model.worker", description="Started by a Node; not by hand.")
-    for name in ("channel", "rows", "parent"):
+    for name in ("channel", "parent"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--texts", type=int, nargs="+", required=True)
+    for name in ("rows", "texts"):
+        parser.add_argument(f"--{name}", type=int, nargs="+", required=True)
     given = parser.parse_args(arguments)
     detach(given.parent)
     sys.setswitchinterval(SWITCH_S)
-    for descriptor in (given.channel, given.rows, *given.texts):
+    for descriptor in (given.channel, *given.rows, *given.texts):
         os.set_inheritable(descriptor, False)
-    rows = SharedRows(given.rows)
-    threading.Thread(target=tick, args=(rows, given.parent), name="ticker", daemon=True).start()
+    areas = [SharedRows(descriptor) for descriptor in given.rows]
+    threading.Thread(target=tick, args=(areas[0], given.parent), name="ticker", daemon=True).start()
     texts = [socket.socket(fileno=descriptor) for descriptor in given.texts]
     with _ending_when_lost():
-        Worker(socket.socket(fileno=given.channel), texts, rows).serve()
+        Worker(socket.socket(fileno=given.channel), texts, areas).serve()
     sys.stderr.flush()
     # Not sys.exit: engines have threads and exit hooks of their own, which may hang.
     os._exit(0)

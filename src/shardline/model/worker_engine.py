@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import structlog
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import BackendEntry, ShardDescription, ShardSpec, SlotSpec
 from shardline.model.channel import (
+    AREAS,
     Answer,
     BatchDone,
     Close,
@@ -31,6 +34,7 @@ from shardline.model.channel import (
     Refused,
     Rollback,
     SharedRows,
+    Skipped,
     Test,
     Tested,
     Tokenize,
@@ -44,8 +48,17 @@ from shardline.wire.messages import EngineHealth, Grammar, StepTimes
 log = structlog.get_logger(__name__)
 
 
+class _Call(NamedTuple):
+    done: Done
+    area: int
+    """Number of the shared file that its rows are in."""
+    outputs: tuple[Place, ...]
+
+
 class WorkerEngine:
     """`Engine` over a worker process. Whoever made it calls `stop`, also after a start that failed or was cancelled."""
+
+    takes_ahead = True
 
     def __init__(self, name: str, spec: ShardSpec, settings: Settings, *, inherited: Mapping[str, str]) -> None:
         """`name`: of `backends.BACKENDS`. `inherited`: environment that the worker may take engine variables from."""
@@ -69,8 +82,8 @@ class WorkerEngine:
         """The same, once its Shard is loaded and until it is lost."""
         self._ready_at = 0.0
         self._down = ShardlineError("engine_lost", "the engine is not loaded yet")
-        self._done: Done | None = None
-        self._outputs: tuple[Place, ...] = ()
+        self._calls: deque[_Call] = deque()
+        """Batches that were submitted and not answered, in order: one that runs, one behind it."""
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -168,40 +181,41 @@ class WorkerEngine:
     # ---- batches -----------------------------------------------------------------------------------------------
 
     def submit(self, entries: Sequence[BackendEntry], done: Done) -> None:
-        if self._done is not None:
-            raise RuntimeError("a batch is running already")
+        if len(self._calls) == AREAS:
+            raise RuntimeError("a batch is running and another waits already")
         if self._serving is None:
             self._call(done, BatchResult([], 0.0, self._down))
             return
         limit = step_limit(entries, self._settings)
+        area = 1 - self._calls[0].area if self._calls else 0
         try:
-            self._outputs = self._serving.submit(entries, self._batch_answered, self._batch_failed, limit)
+            outputs = self._serving.submit(entries, area, self._batch_answered, self._batch_failed, limit)
         except ShardlineError as error:
             self._call(done, BatchResult([error] * len(entries), 0.0))
             return
-        self._done = done
+        self._calls.append(_Call(done, area, outputs))
 
     def _batch_answered(self, answer: Answer) -> None:
-        worker, done = self._serving, self._done
-        if worker is None or done is None:
+        worker = self._serving
+        if worker is None or not self._calls:
             return
+        done, area, outputs = self._calls[0]
         if isinstance(answer, Refused):
-            result = BatchResult([answer.fault.error()] * len(self._outputs), 0.0)
-        elif isinstance(answer, BatchDone) and len(answer.outcomes) == len(self._outputs):
-            rows = worker.rows
-            results = [_result(o, p, rows) for o, p in zip(answer.outcomes, self._outputs, strict=True)]
+            result = BatchResult([answer.fault.error()] * len(outputs), 0.0)
+        elif isinstance(answer, BatchDone) and len(answer.outcomes) == len(outputs):
+            rows = worker.areas[area]
+            results = [_result(o, p, rows) for o, p in zip(answer.outcomes, outputs, strict=True)]
             result = BatchResult(results, answer.compute_us)
         else:
-            # `done` stays: it is told when the worker is buried.
+            # The call stays: it is told when the worker is buried.
             worker.discard(_unexpected(answer))
             return
-        self._done = None
+        self._calls.popleft()
         done(result)
 
     def _batch_failed(self, error: ShardlineError) -> None:
-        done, self._done = self._done, None
-        if done is not None:
-            self._call(done, BatchResult([], 0.0, error))
+        if self._calls:
+            self._call(self._calls.popleft().done, BatchResult([], 0.0, error))
 
     # ---- control -----------------------------------------------------------------------------------------------
 
@@ -244,7 +258,7 @@ class WorkerEngine:
         return self._text
 
     def kv(self) -> int:
-        return self._serving.rows.kv_tokens if self._serving is not None else 0
+        return self._serving.areas[0].kv_tokens if self._serving is not None else 0
 
     def health(self) -> EngineHealth:
         worker, serving = self._worker, self._serving
@@ -262,12 +276,14 @@ class WorkerEngine:
 def _result(outcome: Outcome, place: Place, rows: SharedRows) -> StepResult | ShardlineError:
     if isinstance(outcome, Fault):
         return outcome.error()
+    if isinstance(outcome, Skipped):
+        return StepResult(skipped=True)
     if isinstance(outcome, PooledPrompt):
         return StepResult(pooled=Pooled(outcome.vector, outcome.pooling))
     if outcome is not None:
         top = None if outcome.top is None else tuple(outcome.top)
         return StepResult(token=SampledToken(outcome.id, outcome.logprob, top, outcome.end))
-    # Copied: the shared rows are overwritten by the next batch, while these are still on their way out.
+    # Copied: the shared rows are overwritten by the batch after the next, while these are still on their way out.
     return StepResult(hidden=tuple(bytes(rows.rows_out(*at)) for at in place.hidden))
 
 

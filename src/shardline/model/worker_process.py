@@ -25,6 +25,7 @@ import structlog
 from shardline.errors import ShardlineError
 from shardline.model.backend import BackendEntry, ShardDescription
 from shardline.model.channel import (
+    AREAS,
     Answer,
     Batch,
     FrameReader,
@@ -147,18 +148,13 @@ class WorkerProcess:
         self._freed = False
         self._last_ticks = 0
         self._last_tick_at = time.monotonic()
-        try:
-            self.rows = SharedRows.make()
-        except OSError as error:
-            raise _not_started(error) from error
-        try:
-            self._spawn(environment)
-        except OSError as error:
-            self.rows.close()
-            raise _not_started(error) from error
-        except BaseException:
-            self.rows.close()
-            raise
+        with contextlib.ExitStack() as opened:
+            try:
+                self.areas = tuple(_entered(opened, SharedRows.make()) for _ in range(AREAS))
+                self._spawn(environment)
+            except OSError as error:
+                raise _not_started(error) from error
+            opened.pop_all()
         self._loop.add_reader(self._channel.fileno(), self._readable)
         self._loop.add_reader(self._log_fd, self._log_readable)
         self._interval_s = settings.worker_silent_s / 6
@@ -184,14 +180,15 @@ class WorkerProcess:
             opened.callback(os.close, log_end)
             kept.callback(os.close, log_fd)
             command = [sys.executable, "-P", "-X", "faulthandler", "-m", "shardline.model.worker"]
-            command += ["--channel", str(theirs.fileno()), "--rows", str(self.rows.fd), "--parent", str(os.getpid())]
-            command += ["--texts", *map(str, worker_ends)]
+            areas = [rows.fd for rows in self.areas]
+            command += ["--channel", str(theirs.fileno()), "--parent", str(os.getpid())]
+            command += ["--rows", *map(str, areas), "--texts", *map(str, worker_ends)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log_end,
                 stderr=log_end,
-                pass_fds=(theirs.fileno(), self.rows.fd, *worker_ends),
+                pass_fds=(theirs.fileno(), *areas, *worker_ends),
                 env=dict(environment),
                 start_new_session=True,  # Ctrl-C in the Node's terminal is the Node's
             )
@@ -244,21 +241,28 @@ class WorkerProcess:
         return await future
 
     def submit(
-        self, entries: Sequence[BackendEntry], answered: Answered, failed: Failed, limit: tuple[str, float]
+        self,
+        entries: Sequence[BackendEntry],
+        area: int,
+        answered: Answered,
+        failed: Failed,
+        limit: tuple[str, float],
     ) -> tuple[Place, ...]:
-        """Put the rows into shared memory and send the batch; returns where the rows out will lie.
-        `engine_out_of_memory` where the rows find no room: nothing was sent then."""
+        """Put the rows into shared memory and send the batch; returns where the rows out will lie, in `areas[area]`,
+        which no batch uses that is not answered. `engine_out_of_memory` where the rows find no room: nothing was sent
+        then."""
+        shared = self.areas[area]
         counts = tuple([entry.rows for entry in entries])
         inputs, in_bytes = places(counts, self._in_sizes, True)
         outputs, out_bytes = places(counts, self._out_sizes, False)
-        self.rows.grow(in_bytes, out_bytes)
+        shared.grow(in_bytes, out_bytes)
         for entry, place in zip(entries, inputs, strict=True):
-            self.rows.rows_in(*place.tokens)[:] = memoryview(entry.tokens).cast("B")
+            if entry.tokens:
+                shared.rows_in(*place.tokens)[:] = memoryview(entry.tokens).cast("B")
             for buffer, at in zip(entry.hidden, place.hidden, strict=True):
-                self.rows.rows_in(*at)[:] = memoryview(buffer).cast("B")
-        batch = Batch(
-            [(e.slot, e.position, e.rows, e.want_output) for e in entries], self.rows.in_bytes, self.rows.out_bytes
-        )
+                shared.rows_in(*at)[:] = memoryview(buffer).cast("B")
+        listed = [(e.slot, e.position, e.rows, e.want_output, not e.tokens) for e in entries]
+        batch = Batch(area, listed, shared.in_bytes, shared.out_bytes)
         self._request(frame(batch), _Pending(answered, failed, *limit, batch=True))
         return outputs
 
@@ -351,7 +355,7 @@ class WorkerProcess:
         late = now - self._watch_due > self._settings.late_timer_s
         self._watch_due = now + self._interval_s
         self._watch = self._loop.call_at(self._watch_due, self._look)
-        ticks = self.rows.ticks
+        ticks = self.areas[0].ticks
         if ticks != self._last_ticks or late:
             self._last_ticks, self._last_tick_at = ticks, time.monotonic()
         if late:
@@ -438,7 +442,8 @@ class WorkerProcess:
         self._channel.close()
         self.texts.close()
         os.close(self._log_fd)
-        self.rows.close()
+        for rows in self.areas:
+            rows.close()
 
     async def stop(self, error: ShardlineError) -> None:
         """End the worker in good order where it is idle, by force where it is not; what waits fails with `error`."""
@@ -455,6 +460,11 @@ class WorkerProcess:
         await self._reap(_REAP_S)
         self._free()
         self.fail_pending(error)
+
+
+def _entered(stack: contextlib.ExitStack, rows: SharedRows) -> SharedRows:
+    stack.callback(rows.close)
+    return rows
 
 
 def _not_started(error: OSError) -> ShardlineError:

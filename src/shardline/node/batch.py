@@ -38,6 +38,8 @@ class Measured:
 class Choice:
     lane: Lane
     slots: tuple[int, ...]
+    full: bool = False
+    """It has as many rows as it may have: none that comes later could ride with it."""
 
 
 def decode_cap(sessions_by_route: dict[str, int], hops_by_route: dict[str, int], measured: Measured) -> int:
@@ -79,5 +81,5 @@ def choose(
         cap = decode_cap(sessions_by_route, hops_by_route, measured)
         if len(decode) > 1:
             decode = sorted(decode, key=lambda w: (w.order, w.slot))
-        return Choice("decode", tuple(w.slot for w in decode[:cap]))
+        return Choice("decode", tuple(w.slot for w in decode[:cap]), full=len(decode) >= cap)
     return None

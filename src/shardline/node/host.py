@@ -1,27 +1,26 @@
 """The Shard host: sessions in, steps through the engine, rows out.
 
-Owns what the engine runs next and what follows from it. The sessions are in sessions.py, the rules in slots.py and
-batch.py, the pushes in outbox.py; sockets are app.py's. Everything happens on one event loop, so nothing here locks:
-between two awaits the state is whole. Shown by tests/gateway/test_session.py and tests/cluster/.
+Owns what follows from a computed step. The sessions are in sessions.py, the rules in slots.py, what the engine runs
+next in schedule.py, the pushes in outbox.py; sockets are app.py's. Everything happens on one event loop, so nothing
+here locks: between two awaits the state is whole. Shown by tests/gateway/test_session.py and tests/cluster/.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from statistics import median
+from functools import partial
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import BackendEntry, ShardDescription
 from shardline.model.engine import BatchResult, Engine
 from shardline.model.generation import SampledToken, StepResult
-from shardline.node.batch import Choice, Lane, Measured, Waiting, choose
 from shardline.node.outbox import Outbox, Outgoing
 from shardline.node.plan import KvRoom
 from shardline.node.rows import all_finite
+from shardline.node.schedule import EngineCall, Schedule
 from shardline.node.sessions import Sessions
 from shardline.node.slots import QueuedStep, Slot, check_tokens
 from shardline.node.stream import SessionStream
@@ -51,7 +50,6 @@ from shardline.wire.steps import (
     Step,
 )
 
-_MEDIAN_OF = 15
 _ALL_ACCEPTED = StepAck()
 
 
@@ -80,7 +78,6 @@ class ShardHost:
         self.times: StepTimes | None = None
         self.prefill_chunk = settings.prefill_chunk_min
         """Agreed with every route over this Shard; chosen once, after the first self-test."""
-        self.queue_bytes = 0
         self.description: ShardDescription | None = None
         self._prepare = prepare
         self._kv_room = kv_room
@@ -90,13 +87,8 @@ class ShardHost:
         self.sessions = Sessions(
             node_id=node_id, settings=settings, engine=engine, tasks=tasks, dropped=self._session_dropped
         )
-        self._queued: dict[int, Slot] = {}
-        self._running: list[tuple[Slot, QueuedStep]] = []
-        self._batch_started = 0.0
-        self._last_lane: Lane = "prefill"
+        self._schedule = Schedule(self.sessions, self._outbox.busy)
         self._room = asyncio.Event()
-        self._decode_ms: deque[float] = deque(maxlen=_MEDIAN_OF)
-        self._hop_ms: deque[float] = deque(maxlen=_MEDIAN_OF)
         self.load_failure: ShardlineError | None = None
         """Why the first load failed."""
         self.settled = asyncio.Event()
@@ -153,9 +145,7 @@ class ShardHost:
 
     def _engine_lost(self, error: ShardlineError) -> None:
         """All caches are gone: every session ends now, with the engine's own last words."""
-        for slot, _ in self._running:
-            slot.running = False
-        self._running = []
+        self._schedule.lost()
         self.sessions.engine_lost(error)
         # The engine says so a second time when it gives up starting again.
         self._set_state("failed" if self.state in ("loading", "failed") else "loading", error.message)
@@ -183,11 +173,14 @@ class ShardHost:
         return self.sessions.open(ticket, request, self.description)
 
     def _session_dropped(self, slot: Slot) -> None:
-        self.queue_bytes -= sum(q.size for q in slot.queue)
-        slot.queue.clear()
-        self._queued.pop(slot.number, None)
+        self._schedule.drop(slot)
         self._outbox.forget(slot)
         self._room.set()
+
+    @property
+    def queue_bytes(self) -> int:
+        """Of rows that wait for the engine."""
+        return self._schedule.queue_bytes
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.create_task(contained(work, "host"))
@@ -240,8 +233,7 @@ class ShardHost:
             sender = slot.ticket.previous.node if slot.ticket.previous else "the Gateway"
             raise ShardlineError("numerical_error", f"rows of step {entry.seq} from {sender} are not finite")
         slot.take(step, end, time.perf_counter(), size)
-        self.queue_bytes += size
-        self._queued[slot.number] = slot
+        self._schedule.add(slot, size)
         return True
 
     def _has_room(self, slot: Slot, size: int) -> bool:
@@ -264,70 +256,29 @@ class ShardHost:
     # ---- the engine ------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Start the next engine call, if the engine is free and something waits."""
-        if self._running or not self._queued or self.state not in ("ready", "draining"):
+        """Give the engine what it can begin with: its next call, and where it takes that, the one behind it."""
+        if self.state not in ("ready", "draining"):
             return
-        choice = self._choose()
-        if choice is None:
+        schedule = self._schedule
+        if not schedule.calls:
+            self._begin(schedule.next(self._shard()))
+        if len(schedule.calls) == 1 and self.engine.takes_ahead:
+            self._begin(schedule.ahead(self._shard()))
+
+    def _begin(self, call: EngineCall | None) -> None:
+        if call is None:
             return
-        self._last_lane = choice.lane
-        batch = []
-        for number in choice.slots:
-            slot = self._queued[number]
-            queued = slot.queue.popleft()
-            if not slot.queue:
-                del self._queued[number]
-            self.queue_bytes -= queued.size
-            slot.running = True
-            batch.append((slot, queued))
+        self._schedule.begin(call)
         self._room.set()
-        self._running = batch
-        if any(q.back for _, q in batch):
-            self._start(self._run_after_rollback(batch))
+        if any(q.back for _, q in call.batch):
+            self._start(self._run_after_rollback(call))
         else:
-            self._submit(batch)
+            self._submit(call)
 
-    def _choose(self) -> Choice | None:
-        if len(self._queued) == 1:
-            ((number, slot),) = self._queued.items()
-            if slot.queue[0].step.entry.lane == LANE_DECODE:
-                return Choice("decode", (number,))
-        decode: list[Waiting] = []
-        prefill: list[Waiting] = []
-        is_tail = self._shard().is_tail
-        for number, slot in self._queued.items():
-            head = slot.queue[0]
-            waiting = Waiting(number, head.arrived, slot.ticket.next.node, slot.ticket.hops)
-            if head.step.entry.lane == LANE_DECODE:
-                decode.append(waiting)
-            elif is_tail or not self._outbox.busy(slot):
-                prefill.append(waiting)
-        sessions: Counter[str] = Counter()
-        hops: dict[str, int] = {}
-        if len(decode) > 1:
-            for slot in self.sessions:
-                if slot.decoding:
-                    sessions[slot.ticket.next.node] += 1
-                    hops[slot.ticket.next.node] = slot.ticket.hops
-        return choose(
-            decode,
-            prefill,
-            last_lane=self._last_lane,
-            sessions_by_route=sessions,
-            hops_by_route=hops,
-            measured=self.measured() if len(decode) > 1 else Measured(),
-        )
-
-    def measured(self) -> Measured:
-        return Measured(
-            decode_ms=median(self._decode_ms) if self._decode_ms else 0.0,
-            hop_ms=median(self._hop_ms) if self._hop_ms else 0.0,
-        )
-
-    async def _run_after_rollback(self, batch: list[tuple[Slot, QueuedStep]]) -> None:
+    async def _run_after_rollback(self, call: EngineCall) -> None:
         """Restore positions first; a session whose engine cannot do it falls out of the batch."""
         kept = []
-        for slot, queued in batch:
+        for slot, queued in call.batch:
             try:
                 if queued.back:
                     await self.engine.rollback(slot.number, queued.step.entry.position)
@@ -338,15 +289,16 @@ class ShardHost:
             except ShardlineError as error:
                 self.sessions.engine_returned(slot)
                 self.sessions.fail(slot, error)
-        if not self._running:
+        if call not in self._schedule.calls:
             return  # the engine was lost meanwhile, and all sessions with it
-        self._running = kept
+        call.batch = kept
         if kept:
-            self._submit(kept)
+            self._submit(call)
         else:
+            self._schedule.returned(call, time.perf_counter())
             self._pump()
 
-    def _submit(self, batch: list[tuple[Slot, QueuedStep]]) -> None:
+    def _submit(self, call: EngineCall) -> None:
         entries = [
             BackendEntry(
                 slot=slot.number,
@@ -356,39 +308,40 @@ class ShardHost:
                 hidden=queued.step.hidden,
                 want_output=bool(queued.step.entry.flags & FLAG_OUTPUT),
             )
-            for slot, queued in batch
+            for slot, queued in call.batch
         ]
-        self._batch_started = time.perf_counter()
-        self.engine.submit(entries, self._batch_done)
+        call.submitted, call.began = True, time.perf_counter()
+        self.engine.submit(entries, partial(self._batch_done, call))
 
-    def _batch_done(self, result: BatchResult) -> None:
+    def _batch_done(self, call: EngineCall, result: BatchResult) -> None:
         """What others wait for comes first: steps of other sessions that the engine can begin with, rows and tokens for
         the next hop, and then the account of the step."""
-        batch, self._running = self._running, []
-        started = self._batch_started
+        if not self._schedule.returned(call, time.perf_counter()):
+            return
         computed: list[tuple[Slot, QueuedStep, StepResult]] = []
         outgoing: dict[tuple[str, int], list[Outgoing]] = {}
-        for i, (slot, queued) in enumerate(batch):
+        for i, (slot, queued) in enumerate(call.batch):
             if not self.sessions.engine_returned(slot):
                 continue
             outcome = result.failure if result.failure is not None else result.results[i]
             if isinstance(outcome, ShardlineError):
                 self.sessions.fail(slot, outcome)
                 continue
+            if outcome.skipped:
+                continue
             computed.append((slot, queued, outcome))
             step = self._next_step(slot, queued.step, outcome)
             if step is not None:
                 outgoing.setdefault((slot.ticket.next.node, step.entry.lane), []).append(Outgoing(slot, step))
         own = self._own(outgoing)
-        if self._last_lane == "decode" and not own:
+        if call.lane == "decode" and not own:
             # A prefill chunk's place in the outbox is free only when the last one has left; steps of a route of one
             # Node are about to wait, too, and ride together.
             self._pump()
         self._hand_on(outgoing.values())
-        compute_ms = result.compute_us / 1e3
         for slot, queued, outcome in computed:
-            queue_ms = round((started - queued.arrived) * 1e3, 3)
-            self._account(slot, queued, outcome, queue_ms, compute_ms, len(batch))
+            queue_ms = round((call.began - queued.arrived) * 1e3, 3)
+            self._account(slot, queued, outcome, queue_ms, result.compute_us / 1e3, len(computed))
         for item in own:
             self._close_ring(item)
         self._pump()
@@ -415,7 +368,10 @@ class ShardHost:
             self._outbox.send(items[0].slot.ticket.next, layout, items)
 
     def _close_ring(self, item: Outgoing) -> None:
-        """The next step of a route of one Node, without a socket."""
+        """The next step of a route of one Node, without a socket; the engine may have begun with it."""
+        if item.slot.ahead:
+            item.slot.came_round(bytes(item.step.tokens))
+            return
         try:
             self._accept_now(item.step)
         except ShardlineError as error:
@@ -433,7 +389,7 @@ class ShardHost:
             send_ms=slot.times.send_ms if slot.times else None,
         )
         if entry.lane == LANE_DECODE:
-            self._decode_ms.append(compute_ms / rows)
+            self._schedule.decoded(compute_ms / rows)
         if not self._shard().is_tail:
             return
         if outcome.token is not None:
@@ -462,7 +418,7 @@ class ShardHost:
         self.sessions.fail(slot, error)
 
     def push_done(self, slots: Sequence[Slot], took_ms: float) -> None:
-        self._hop_ms.append(took_ms)
+        self._schedule.pushed(took_ms)
         for slot in slots:
             if slot.times is not None:
                 slot.times = HopTimes(

@@ -100,7 +100,7 @@ class Sessions:
         sampling = request.sampling if shard.is_tail else None
         asked = (request.prompt_tokens, request.max_tokens, sampling)
         spec = SlotSpec(*asked, pooling=pooling)
-        slot.running = True  # the engine has it: a close in the meantime waits
+        slot.running = 1  # the engine has it: a close in the meantime waits
         stream = self._streams[slot.key]
         opened = Opened(node=self._node_id, kv_reserved=slot.ticket.kv_tokens, pooling=pooling)
         if request.prefix is not None:
@@ -230,9 +230,9 @@ class Sessions:
             self.fail(slot, error)
 
     def engine_returned(self, slot: Slot) -> bool:
-        """The engine call with `slot` is over. False: the session was closed meanwhile, and is freed now."""
-        slot.running = False
-        if slot.closed:
+        """An engine call with `slot` is over. False: the session was closed meanwhile, and is freed with its last."""
+        slot.running -= 1
+        if slot.closed and not slot.running:
             self._release(slot)
         return not slot.closed
 

@@ -14,9 +14,11 @@ from shardline.errors import ShardlineError
 from shardline.wire.messages import HopTimes, SeamCount, Ticket
 from shardline.wire.steps import (
     FLAG_LAST_CHUNK,
+    FLAG_OUTPUT,
     FLAG_ROLLBACK,
     LANE_DECODE,
     LANE_PREFILL,
+    Entry,
     Step,
 )
 
@@ -70,8 +72,10 @@ class Slot:
     """The last prefill chunk was accepted: from here on the decode lane."""
     queue: deque[QueuedStep] = field(default_factory=deque)
     closed: bool = False
-    running: bool = False
-    """The engine works on this slot now: it is freed after that call, not during it."""
+    running: int = 0
+    """Engine calls with this slot: it is freed after them, not during one."""
+    ahead: bool = False
+    """The engine has the step behind the running one, although its token is not known here yet."""
     keep: bool = False
     """It ended well: its cache may stay for others to begin with."""
     released: bool = False
@@ -109,6 +113,26 @@ class Slot:
         queued = QueuedStep(step, arrived, size, back)
         self.queue.append(queued)
         return queued
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether the step behind the last one can be no other than the next token's."""
+        more = self.accepted_end < self.ticket.kv_tokens
+        return more and self.decoding and not (self.closed or self.ahead or self.queue)
+
+    def foresee(self, now: float) -> QueuedStep:
+        """Take in the next decode step before its token is known."""
+        entry = Entry(self.key, self.next_seq, self.accepted_end, 1, 0, LANE_DECODE, FLAG_OUTPUT)
+        self.next_seq += 1
+        self.accepted_end += 1
+        self.ahead = True
+        return QueuedStep(Step(entry, b"", ()), now, 0)
+
+    def came_round(self, token: bytes) -> None:
+        """The token of the step that was foreseen."""
+        self.ahead = False
+        if self.ids is not None:
+            self.ids += token
 
     def begin_with(self, tokens: int, ids: bytes) -> None:
         """The cache holds the first `tokens` of the prompt, which have these ids."""

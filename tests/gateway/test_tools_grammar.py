@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,7 +32,7 @@ ANSWER = Grammar(kind="json_schema", text=json.dumps({"enum": [1, 2]}), field="r
 def said(family: Family, grammar: Grammar, seed: int, limit: int = 1500) -> str:
     """What a model says that says anything at all, but must keep to the grammar. It ends its thinking after a while."""
     words = family.words
-    grammars = Grammars(words.bundle, words.size)
+    grammars = Grammars(msgspec.msgpack.encode(words.bundle), words.size)
     made = Sampler(
         Sampling(temperature=1.0, seed=seed, grammar=grammar),
         vocab_size=words.size,

@@ -13,8 +13,9 @@ import pytest
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import BackendEntry, ShardSpec, SlotSpec
-from shardline.model.engine import BatchResult, Engine, InlineEngine, Restarts, step_limit
+from shardline.model.engine import BatchResult, Engine, InlineEngine, Restarts
 from shardline.model.generation import StepResult
+from shardline.model.limits import step_limit
 from shardline.model.scripted import load_inline
 from shardline.settings import Settings
 from shardline.wire.messages import Sampling

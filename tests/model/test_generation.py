@@ -31,6 +31,11 @@ def code(result: object) -> str:
     return result.code
 
 
+def follow(position: int, slot: int = 0) -> BackendEntry:
+    """The step behind the one before, whose token only the generator knows."""
+    return BackendEntry(slot, position, 1, b"", (), True)
+
+
 @pytest.fixture
 def whole(spec: SpecMaker) -> Callable[..., Generator]:
     def make(**fields: Any) -> Generator:
@@ -171,6 +176,45 @@ def test_the_sampled_token_must_come_round(whole: Callable[..., Generator], entr
     generator.rollback(0, 1)  # after a rollback any token may follow
     (right,) = generator.run([entry(1, [2])])
     assert token(right).id == token(result).id
+
+
+def test_an_entry_without_a_token_goes_on_with_the_one_that_was_sampled(
+    whole: Callable[..., Generator], entry: MakeEntry
+) -> None:
+    alone, ahead = whole(), whole()
+    spec = SlotSpec(3, 10, GREEDY)
+    said = [t.id for t in generate(alone, entry, spec)]
+    ahead.open(0, spec)
+    found = [token(ahead.run([entry(0, [1, 2, 3])])[0])]
+    while found[-1].end is None:
+        found.append(token(ahead.run([follow(3 + len(found) - 1)])[0]))
+    assert [t.id for t in found] == said
+    held = ahead.kv_tokens
+    assert ahead.run([follow(held)]) == [StepResult(skipped=True)]  # it has ended
+    assert ahead.kv_tokens == held
+
+
+def test_without_a_token_to_go_on_with_an_entry_is_skipped_and_disturbs_no_other(
+    whole: Callable[..., Generator], entry: MakeEntry
+) -> None:
+    generator = whole(faults=[{"kind": "oom", "phase": "decode", "step": 0, "contains": "\x07"}])
+    for slot in range(4):
+        generator.open(slot, SlotSpec(2, 1 if slot == 1 else 10, GREEDY))
+    first = generator.run([entry(0, [1, 2]), entry(0, [1, 2], slot=1), entry(0, [1], slot=2, want_output=False)])
+    assert [token(r).end for r in first[:2]] == [None, "length"]
+    results = generator.run([follow(2), follow(2, 1), follow(1, 2), follow(0, 3)])
+    assert token(results[0]).id != token(first[0]).id
+    assert results[1:] == [StepResult(skipped=True)] * 3
+    generator.rollback(0, 2)
+    assert generator.run([follow(2)]) == [StepResult(skipped=True)]  # what was sampled is void
+    assert code(generator.run([entry(5, [1])])[0]) == "seam_gap"
+    assert code(generator.run([follow(0, 99)])[0]) == "session_gone"
+
+
+def test_where_nothing_is_sampled_an_entry_without_tokens_is_refused(spec: SpecMaker) -> None:
+    head = Generator(load_inline(spec(0, 3)))
+    head.open(0, SlotSpec(2, 10))
+    assert code(head.run([follow(0)])[0]) == "seam_invalid"
 
 
 def test_the_context_has_an_end(whole: Callable[..., Generator], entry: MakeEntry) -> None:

@@ -47,7 +47,7 @@ def schema(text: str, **more: Any) -> Grammar:
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(TEXT, VOCAB)
+    return Grammars(msgspec.msgpack.encode(TEXT), VOCAB)
 
 
 def may_come(constraint: Constraint) -> set[int]:
@@ -187,14 +187,14 @@ def test_without_the_library_every_grammar_is_refused(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ShardlineError, match="llguidance") as refused:
-        Grammars(TEXT, VOCAB).check(schema("{}"))
+        Grammars(msgspec.msgpack.encode(TEXT), VOCAB).check(schema("{}"))
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "response_format")
     with pytest.raises(ShardlineError, match="no text"):
         Grammars(None, 0).check(schema("{}"))
 
 
 def test_a_vocabulary_with_a_very_long_token(grammars: Grammars) -> None:
-    made = Grammars(msgspec.structs.replace(TEXT, pieces=[*TEXT.pieces, b"a" * 5000]), VOCAB)
+    made = Grammars(msgspec.msgpack.encode(msgspec.structs.replace(TEXT, pieces=[*TEXT.pieces, b"a" * 5000])), VOCAB)
     assert may_come(made.constraint(Grammar(kind="regex", text="a*", field="regex"))) == {ord("a"), END}
 
 
@@ -218,7 +218,7 @@ def test_a_panic_of_the_library_is_an_error_of_one_session(grammars: Grammars, m
 
 def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "COMPILED_KEPT", 2)
-    grammars = Grammars(TEXT, VOCAB)
+    grammars = Grammars(msgspec.msgpack.encode(TEXT), VOCAB)
     for n in range(4):
         grammars.check(Grammar(kind="regex", text=f"a{n}", field="regex"))
     assert [key[1] for key in grammars._compiled] == ["a2", "a3"]

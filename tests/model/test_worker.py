@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,77 @@ async def test_calls_keep_their_order_behind_a_running_batch(spec: SpecMaker, en
         assert len(results) == 1
         assert age_seen.is_set()
         assert engine.kv() == 0
+
+
+async def test_a_batch_behind_the_running_one_is_begun_without_the_node(spec: SpecMaker, entry: MakeEntry) -> None:
+    """The second is submitted while the first runs; its token is the first one's, its rows lie elsewhere."""
+    async with running(spec(prefill_ms_per_row=40)) as (engine, _):
+        assert engine.takes_ahead
+        await engine.open(0, SLOT)
+        await engine.open(1, SlotSpec(2, 1, Sampling(temperature=0.0)))
+        results: list[BatchResult] = []
+        engine.submit([entry(0, [1, 2]), entry(0, [1, 2], slot=1)], results.append)
+        engine.submit([BackendEntry(s, 2, 1, b"", (), True) for s in (0, 1)], results.append)
+        with pytest.raises(RuntimeError):
+            engine.submit([entry(3, [1])], results.append)
+        assert not results
+        await engine.close(1)  # behind both
+        assert [[r.token.end if r.token else "skipped" for r in b.results] for b in results] == [  # type: ignore[union-attr]
+            [None, "length"],
+            [None, "skipped"],
+        ]
+        second = results[1].results
+        assert isinstance(second[1], StepResult) and second[1].skipped
+        assert engine.kv() == 3
+
+
+async def test_rows_of_two_batches_under_way_do_not_mix(spec: SpecMaker, entry: MakeEntry, submit: Submit) -> None:
+    """On a head, in each of two shared files, while the batches grow and shrink."""
+    async with running(made := spec(0, 3, prefill_ms_per_row=0.2)) as (head, _), running(made) as (other, _):
+        for slot in (0, 1):
+            await head.open(slot, SLOT)
+            await other.open(slot, SLOT)
+        ends = [0, 0]
+        for count in (1, 40, 3, 900, 2):
+            ids = [[(s + i) % 250 for i in range(count)] for s in (0, 1)]
+            under_way: list[asyncio.Future[BatchResult]] = []
+            for slot in (0, 1):
+                under_way.append(asyncio.get_running_loop().create_future())
+                head.submit([entry(ends[slot], ids[slot], slot=slot)], under_way[-1].set_result)
+            for slot in (0, 1):
+                alone = await submit(other, entry(ends[slot], ids[slot], slot=slot))
+                assert isinstance(alone.results[0], StepResult)
+                assert (await under_way[slot]).results == alone.results
+                ends[slot] += count
+
+
+async def test_a_worker_that_dies_with_two_batches_fails_both_in_order(spec: SpecMaker, entry: MakeEntry) -> None:
+    made = spec(faults=[{"kind": "hang", "phase": "prefill", "flag": "now"}])
+    flag_of(made, "now").touch()
+    async with running(made) as (engine, events):
+        await engine.open(0, SLOT)
+        order: list[str] = []
+        engine.on_lost = lambda error: order.append("lost")
+        both = asyncio.Event()
+
+        def done(name: str, result: BatchResult) -> None:
+            order.append(f"{name} {result.failure and result.failure.code}")
+            if name == "second":
+                both.set()
+
+        engine.submit([entry(0, [1, 2])], partial(done, "first"))
+        engine.submit([BackendEntry(0, 2, 1, b"", (), True)], partial(done, "second"))
+        await until(lambda: not flag_of(made, "now").exists())
+        os.kill(pid_of(engine), signal.SIGKILL)
+        await within(2, both)
+        assert order == ["lost", "first engine_lost", "second engine_lost"]
+        await within(5, events.ready)
+        await engine.open(0, SLOT)
+        results: list[BatchResult] = []
+        engine.submit([entry(0, [1, 2])], results.append)
+        engine.submit([BackendEntry(0, 2, 1, b"", (), True)], results.append)
+        await engine.close(0)
+        assert [r.failure for r in results] == [None, None]
 
 
 async def test_a_caller_that_gives_up_does_not_disturb_the_next(

@@ -1,7 +1,8 @@
 """Engines by name: which module makes a backend, and how a Node gets an engine of it.
 
 Owns the two tables; a new engine is one line in each. Refuses to import any engine before it is asked for: a library
-that is not installed is `engine_unavailable`, and says which. Shown by tests/model/test_backends.py.
+that is not installed is `engine_unavailable`, and says which; a worker, which loads a backend, imports nothing of the
+Node's side. Shown by tests/model/test_backends.py.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import Backend, ShardSpec
-from shardline.model.engine import Engine, InlineEngine
 from shardline.settings import Settings
 from shardline.wire.messages import StepTimes
+
+if TYPE_CHECKING:
+    from shardline.model.engine import Engine
 
 BACKENDS: dict[str, str] = {
     "torch": "shardline.model.torch_backend:load",
@@ -77,6 +80,7 @@ def engine(
         return WorkerEngine(name, spec, settings, inherited=inherited)
     if name != "scripted":
         raise ShardlineError("setting_invalid", f"the {name} engine runs in a worker process only", param="inline")
+    from shardline.model.engine import InlineEngine
     from shardline.model.scripted import load_inline
 
     return InlineEngine(lambda: load_inline(spec), settings)

@@ -19,6 +19,7 @@ import structlog
 from shardline.errors import ShardlineError
 from shardline.model.backend import Backend, BackendEntry, ShardDescription, SlotSpec
 from shardline.model.generation import Generator, StepResult, fault_of
+from shardline.model.limits import over_limit, step_limit
 from shardline.settings import Settings
 from shardline.wire.messages import EngineHealth, Grammar, StepTimes
 
@@ -123,17 +124,6 @@ class Restarts:
         self._in_a_row += 1
         self.count += 1
         return float(self._settings.worker_backoff_s * 2 ** (self._in_a_row - 1))
-
-
-def step_limit(entries: Sequence[BackendEntry], settings: Settings) -> tuple[str, float]:
-    """Name and seconds of the limit that a batch runs under."""
-    if all(entry.rows == 1 for entry in entries):
-        return "step", settings.step_s
-    return "prefill_chunk", settings.prefill_chunk_s
-
-
-def over_limit(name: str, limit_s: float) -> ShardlineError:
-    return ShardlineError("deadline", f"the engine did not answer within {limit_s:g} s", limit=name)
 
 
 def given_up(last: ShardlineError, settings: Settings) -> ShardlineError:

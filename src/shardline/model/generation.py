@@ -20,7 +20,7 @@ from shardline.model.backend import Backend, BackendEntry, BackendOutput, Buffer
 from shardline.model.grammar import Grammars
 from shardline.model.pooling import Pool, pooling_of
 from shardline.model.sampling import Sampler
-from shardline.wire.messages import Pooling, Sampling, TextBundle
+from shardline.wire.messages import Pooling, Sampling
 
 End = Literal["stop", "length"]
 _I32 = np.dtype("<i4")
@@ -58,6 +58,12 @@ class StepResult:
 _SKIPPED = StepResult(skipped=True)
 
 
+class _Ends(msgspec.Struct):
+    """Of a `TextBundle`."""
+
+    eog: list[int]
+
+
 class _Slot:
     __slots__ = ("ended", "expected", "kept", "kv_tokens", "pool", "sampler", "spec")
 
@@ -87,9 +93,8 @@ class Generator:
         self.backend = backend
         self.description: ShardDescription = backend.describe()
         self.text: bytes | None = backend.text_bundle()
-        text = msgspec.msgpack.decode(self.text, type=TextBundle) if self.text else None
-        self._end_ids = frozenset(text.eog if text is not None else ())
-        self.grammars = Grammars(text if self.description.is_tail else None, self.description.vocab_size)
+        self._end_ids = frozenset(msgspec.msgpack.decode(self.text, type=_Ends).eog if self.text else ())
+        self.grammars = Grammars(self.text if self.description.is_tail else None, self.description.vocab_size)
         self._row_bytes = tuple(t.row_bytes for t in self.description.layout_out.tensors)
         self._slots: dict[int, _Slot] = {}
         self.kv_tokens = 0

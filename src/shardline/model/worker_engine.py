@@ -39,8 +39,9 @@ from shardline.model.channel import (
     Tested,
     Tokenize,
 )
-from shardline.model.engine import BatchResult, Done, Restarts, given_up, nothing_to_make, step_limit
+from shardline.model.engine import BatchResult, Done, Restarts, given_up, nothing_to_make
 from shardline.model.generation import Pooled, SampledToken, StepResult
+from shardline.model.limits import step_limit
 from shardline.model.worker_process import WorkerProcess, worker_environment
 from shardline.settings import Settings
 from shardline.wire.messages import EngineHealth, Grammar, StepTimes

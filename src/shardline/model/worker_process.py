@@ -38,7 +38,7 @@ from shardline.model.channel import (
     frame,
     places,
 )
-from shardline.model.engine import over_limit
+from shardline.model.limits import over_limit
 from shardline.model.worker_texts import LANES, TextLanes
 from shardline.settings import Settings
 

@@ -29,8 +29,8 @@ from shardline.model.channel import (
     Tokens,
     frame,
 )
-from shardline.model.engine import over_limit
 from shardline.model.generation import fault_of
+from shardline.model.limits import over_limit
 from shardline.settings import Settings
 
 LANES = 2

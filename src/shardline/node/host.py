@@ -340,7 +340,7 @@ class ShardHost:
             self._pump()
         self._hand_on(outgoing.values())
         for slot, queued, outcome in computed:
-            queue_ms = round((call.began - queued.arrived) * 1e3, 3)
+            queue_ms = round(max(0.0, call.began - queued.arrived) * 1e3, 3)
             self._account(slot, queued, outcome, queue_ms, result.compute_us / 1e3, len(computed))
         for item in own:
             self._close_ring(item)

@@ -2,7 +2,7 @@
 
 Owns the steps that wait, the calls that the engine has, and what was measured of both; which steps ride together is
 batch.py's rule. An engine that takes a call ahead never waits for the Node: it has its next decode batch while it
-computes one (docs/decisions/0015-steps-ahead.md). Refuses to talk to the engine. Shown by tests/node/test_schedule.py.
+computes one (docs/decisions/0014-steps-ahead.md). Refuses to talk to the engine. Shown by tests/node/test_schedule.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from shardline.model.backend import ShardDescription
 from shardline.node.batch import Choice, Lane, Measured, Waiting, choose
 from shardline.node.slots import QueuedStep, Slot
-from shardline.wire.steps import LANE_DECODE, LANE_PREFILL
+from shardline.wire.steps import LANE_DECODE
 
 _MEDIAN_OF = 15
 
@@ -73,26 +73,15 @@ class Schedule:
 
         On a Shard that is the whole model, the next steps of the sessions in the running batch: the engine knows their
         tokens as soon as it has sampled them. On others, a batch that no later step could join. Nothing goes ahead of
-        a prefill chunk: the lanes take turns.
+        what waits, so the lanes take turns as without it.
         """
         (running,) = self.calls
         if running.lane != "decode" or not running.submitted:
             return None
         if shard.is_head and shard.is_tail:
-            return self._foreseen(running)
+            return None if self._queued else _foreseen(running)
         choice = self._choose(shard) if self._queued else None
         return self._call(choice) if choice is not None and choice.lane == "decode" and choice.full else None
-
-    def _foreseen(self, running: EngineCall) -> EngineCall | None:
-        waiting = list(self._queued.values())
-        if any(slot.queue[0].back or slot.queue[0].step.entry.lane == LANE_PREFILL for slot in waiting):
-            return None
-        followed = [slot for slot, _ in running.batch if slot.foreseeable]
-        if not followed:
-            return None
-        now = running.began
-        batch = [(slot, slot.foresee(now)) for slot in followed]
-        return EngineCall("decode", batch + [(slot, self._take(slot)) for slot in waiting])
 
     def _only_step(self) -> Choice | None:
         if len(self._queued) == 1:
@@ -177,3 +166,8 @@ class Schedule:
             decode_ms=median(self._decode_ms) if self._decode_ms else 0.0,
             hop_ms=median(self._hop_ms) if self._hop_ms else 0.0,
         )
+
+
+def _foreseen(running: EngineCall) -> EngineCall | None:
+    batch = [(slot, slot.foresee()) for slot, _ in running.batch if slot.foreseeable]
+    return EngineCall("decode", batch) if batch else None

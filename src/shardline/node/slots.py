@@ -6,6 +6,7 @@ clock: times are arguments. Shown by tests/node/test_slots.py.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -120,13 +121,13 @@ class Slot:
         more = self.accepted_end < self.ticket.kv_tokens
         return more and self.decoding and not (self.closed or self.ahead or self.queue)
 
-    def foresee(self, now: float) -> QueuedStep:
-        """Take in the next decode step before its token is known."""
+    def foresee(self) -> QueuedStep:
+        """Take in the next decode step before its token is known. It waits for that alone, so it never waited."""
         entry = Entry(self.key, self.next_seq, self.accepted_end, 1, 0, LANE_DECODE, FLAG_OUTPUT)
         self.next_seq += 1
         self.accepted_end += 1
         self.ahead = True
-        return QueuedStep(Step(entry, b"", ()), now, 0)
+        return QueuedStep(Step(entry, b"", ()), math.inf, 0)
 
     def came_round(self, token: bytes) -> None:
         """The token of the step that was foreseen."""

@@ -1,0 +1,160 @@
+"""A Node whose engine takes its next decode step ahead says what one says that waits for the Node between steps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shardline.errors import ShardlineError
+from shardline.model.backend import BackendEntry, ShardSpec
+from shardline.model.engine import Done, InlineEngine
+from shardline.model.scripted import load_inline
+from shardline.model.worker_engine import WorkerEngine
+from shardline.settings import Settings
+from shardline.wire.messages import Sampling
+from tests.support.bare_node import BareNode, a_bare_node, tokens
+from tests.support.local_cluster import SCRIPT
+
+CAPACITY = 4000
+SETTINGS = Settings(prefix_share=1.0, worker_backoff_s=0.01)
+
+
+class Watched(WorkerEngine):
+    """Notes what it is given: of each batch its slots, and of which it was not told the token."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.batches: list[tuple[list[int], list[int], int]] = []
+        self.under_way = 0
+
+    def submit(self, entries: list[BackendEntry], done: Done) -> None:  # type: ignore[override]
+        self.batches.append(([e.slot for e in entries], [e.slot for e in entries if not e.tokens], self.under_way))
+        self.under_way += 1
+
+        def returned(result: Any) -> None:
+            self.under_way -= 1
+            done(result)
+
+        super().submit(entries, returned)
+
+
+@asynccontextmanager
+async def a_node(folder: Path, *, worker: bool = True, **script: Any) -> AsyncIterator[BareNode]:
+    path = folder / "script.json"
+    path.write_bytes(msgspec.json.encode({**SCRIPT, "kv_capacity": CAPACITY, **script}))
+    spec = ShardSpec(str(path), 0, 6)
+    engine: Any = (
+        Watched("scripted", spec, SETTINGS, inherited={})
+        if worker
+        else InlineEngine(lambda: load_inline(spec), SETTINGS)
+    )
+    async with a_bare_node(engine, SETTINGS, capacity=CAPACITY) as node:
+        yield node
+
+
+async def answer(node: BareNode, seed: int, max_tokens: int, *, pause_s: float = 0.0) -> list[Any]:
+    """Token ids, and how it ended."""
+    await asyncio.sleep(pause_s)
+    prompt = tokens(20 + seed % 7, seed)
+    key, lines = node.begin(prompt, max_tokens, key_id=None, sampling=Sampling(temperature=0.0))
+    await lines.until("opened")
+    assert node.prefill(key, prompt, 0).rejected == []
+    end = await lines.until("finished")
+    node.host.sessions.close(key, keep=True)
+    await lines.until("closed")
+    said = [line["id"] for line in lines.said if line["event"] == "token"]
+    assert [line["index"] for line in lines.said if line["event"] == "token"] == list(range(len(said)))
+    assert not [line for line in lines.said if line["event"] == "failed"]
+    return [*said, end["reason"], end["generated"]]
+
+
+async def test_sessions_that_come_and_go_say_what_they_say_without_it(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    asked = [(seed, chance.choice([1, 2, 3, 9, 30]), chance.uniform(0, 0.3)) for seed in range(24)]
+    async with a_node(tmp_path, worker=False) as node:
+        alone = [await answer(node, seed, most) for seed, most, _ in asked]
+    async with a_node(tmp_path, decode_ms=2) as node:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(node, seed, most, pause_s=at)) for seed, most, at in asked]
+        beside = [task.result() for task in tasks]
+        engine: Any = node.engine
+        ahead = [batch for batch in engine.batches if batch[1]]
+        assert node.account() == (0, 0, 0)
+    assert beside == alone
+    assert {len(said) for said in alone} > {3, 4}, "some end with their first token"
+    assert len(ahead) > 20
+    assert all(under_way == 1 for _, _, under_way in ahead)
+    assert all(slots == untold for slots, untold, _ in ahead)
+    assert max(len(slots) for slots, _, _ in ahead) > 2
+
+
+async def test_the_engine_is_given_the_next_step_before_it_is_done_with_this_one(tmp_path: Path) -> None:
+    async with a_node(tmp_path, decode_ms=20, answer=["alpha"] * 30) as node:
+        await answer(node, 1, 8)
+        engine: Any = node.engine
+        prefill, first, *rest = engine.batches
+        assert (prefill[1:], first[1:]) == (([], 0), ([], 0))
+        assert rest and all(untold == slots and under_way == 1 for slots, untold, under_way in rest)
+
+
+async def test_a_prompt_takes_its_turn_between_the_steps_of_others(tmp_path: Path) -> None:
+    """Nothing is taken ahead while a chunk waits: it begins when the two steps that the engine has are over."""
+    async with a_node(tmp_path, decode_ms=10, answer=["alpha"] * 60) as node:
+        long = asyncio.create_task(answer(node, 1, 40))
+        engine: Any = node.engine
+        async with asyncio.timeout(5):
+            while len(engine.batches) < 8:
+                await asyncio.sleep(0.005)
+        before = len(engine.batches)
+        await answer(node, 2, 3)
+        new = [i for i, (slots, untold, _) in enumerate(engine.batches) if slots == [1] and not untold]
+        assert before <= new[0] <= before + 3
+        await long
+
+
+@pytest.mark.parametrize("end", ["close", "kept", "fail", "kill"])
+async def test_a_session_that_ends_in_mid_answer_leaves_the_others_and_no_cache(tmp_path: Path, end: str) -> None:
+    async with a_node(tmp_path, decode_ms=5, answer=["alpha"] * 200) as node:
+        prompt = tokens(40)
+        begun = [node.begin(prompt, 150, sampling=Sampling(temperature=0.0)) for _ in range(2)]
+        for key, lines in begun:
+            await lines.until("opened")
+            node.prefill(key, prompt, 0)
+        (key, lines), (other, others) = begun
+        for _, each in begun:
+            await each.until("token")
+        await asyncio.sleep(0.05)
+        if end == "kill":
+            pid = node.engine.health().pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            for _, each in begun:
+                assert (await each.until("failed"))["error"]["code"] == "engine_lost"
+                await each.until("closed")
+            async with asyncio.timeout(5):
+                while node.host.state != "ready":
+                    await asyncio.sleep(0.01)
+        else:
+            slot = node.host.sessions.find(key)
+            assert slot is not None
+            if end == "fail":
+                node.host.sessions.fail(slot, ShardlineError("numerical_error", "as if"))
+            else:
+                node.host.sessions.close(key, keep=end == "kept")
+            await lines.until("closed")
+            assert (await others.until("finished"))["generated"] == 150
+            node.host.sessions.close(other)
+            await others.until("closed")
+        reserved, cached, held = node.account()
+        assert (reserved, cached) == (0, held)
+        assert held == 0 or (end == "kept" and held % 32 == 0)
+        assert (await answer(node, 5, 4))[-1] == 4

@@ -193,6 +193,37 @@ def test_without_the_library_every_grammar_is_refused(monkeypatch: pytest.Monkey
         Grammars(None, 0).check(schema("{}"))
 
 
+def test_the_trie_of_a_small_vocabulary_is_made_with_the_first_grammar_of_a_large_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Grammars(msgspec.msgpack.encode(TEXT), VOCAB)
+    assert made._trie is None
+    made.check(schema("{}"))
+    trie = made._trie
+    assert trie is not None
+    made.check(schema("true"))
+    assert made._trie is trie
+    monkeypatch.setattr(grammar_module, "_MADE_LATER_TOKENS", VOCAB - 1)
+    assert Grammars(msgspec.msgpack.encode(TEXT), VOCAB)._trie is not None
+
+
+def test_a_vocabulary_that_the_library_refuses_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llguidance
+
+    asked = []
+
+    def refuse(*_: object, **__: object) -> None:
+        asked.append(1)
+        raise ValueError("no")
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", refuse)
+    made = Grammars(msgspec.msgpack.encode(TEXT), VOCAB)
+    for _ in range(2):
+        with pytest.raises(ShardlineError, match="cannot read its vocabulary"):
+            made.check(schema("{}"))
+    assert asked == [1]
+
+
 def test_a_vocabulary_with_a_very_long_token(grammars: Grammars) -> None:
     made = Grammars(msgspec.msgpack.encode(msgspec.structs.replace(TEXT, pieces=[*TEXT.pieces, b"a" * 5000])), VOCAB)
     assert may_come(made.constraint(Grammar(kind="regex", text="a*", field="regex"))) == {ord("a"), END}

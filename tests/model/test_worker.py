@@ -21,6 +21,7 @@ import pytest
 
 from shardline.errors import ShardlineError
 from shardline.model.backend import BackendEntry, ShardSpec, SlotSpec
+from shardline.model.channel import Done
 from shardline.model.engine import BatchResult
 from shardline.model.generation import StepResult
 from shardline.model.worker_engine import WorkerEngine
@@ -283,6 +284,42 @@ async def test_a_worker_that_dies_with_two_batches_fails_both_in_order(spec: Spe
         engine.submit([BackendEntry(0, 2, 1, b"", (), True)], results.append)
         await engine.close(0)
         assert [r.failure for r in results] == [None, None]
+
+
+async def test_a_wrong_answer_to_the_first_of_two_batches_fails_both_and_none_after(
+    spec: SpecMaker, entry: MakeEntry, submit: Submit
+) -> None:
+    made = spec(faults=[{"kind": "hang", "phase": "prefill", "flag": "now"}])
+    flag_of(made, "now").touch()
+    async with running(made) as (engine, events):
+        await engine.open(0, SLOT)
+        told: list[tuple[str, str | None]] = []
+        for name in ("first", "second"):
+            engine.submit([entry(0, [1, 2])], lambda r, name=name: told.append((name, r.failure and r.failure.code)))
+        await until(lambda: not flag_of(made, "now").exists())
+        worker = engine._serving
+        assert worker is not None
+        worker._take(Done())
+        await within(5, events.ready)
+        assert told == [("first", "engine_lost"), ("second", "engine_lost")]
+        await engine.open(0, SLOT)
+        assert isinstance((await submit(engine, entry(0, [1, 2]))).results[0], StepResult)
+
+
+async def test_stopping_an_engine_tells_both_batches(spec: SpecMaker, entry: MakeEntry) -> None:
+    told: list[tuple[str, str | None]] = []
+    async with running(spec(prefill_ms_per_row=100)) as (engine, _):
+        await engine.open(0, SLOT)
+        for name in ("first", "second"):
+            engine.submit([entry(0, [1, 2])], lambda r, name=name: told.append((name, r.failure and r.failure.code)))
+    await asyncio.sleep(0)
+    assert told == [("first", "draining"), ("second", "draining")]
+
+
+def test_a_worker_imports_nothing_of_the_nodes_side() -> None:
+    code = "import shardline.model.worker, sys; print([m for m in ('structlog', 'rich', 'uvloop') if m in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.strip() == "[]"
 
 
 async def test_a_caller_that_gives_up_does_not_disturb_the_next(

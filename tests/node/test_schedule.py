@@ -191,6 +191,21 @@ def test_a_lone_step_goes_ahead_where_each_session_is_a_group(spec: Any) -> None
     assert numbers(desk.ahead()) == [1]
 
 
+def test_how_many_make_a_batch_full_is_counted_once_a_call(spec: Any) -> None:
+    desk = spec(0, 3, 2)
+    slots = in_step(desk, 8)
+    desk.decode(*slots[:4])
+    first = desk.begin()
+    assert (desk.ahead(), first.full_at) == (None, None)
+    desk.decode(slots[4])
+    assert (desk.ahead(), first.full_at) == (None, 4)
+    for slot in slots[5:]:
+        slot.finished = True
+    assert desk.ahead() is None, "counted when the first step came"
+    desk.back(first)
+    assert numbers(desk.begin()) == [4]
+
+
 def test_a_chunk_is_neither_taken_ahead_nor_overtaken(spec: Any) -> None:
     desk = spec(0, 3, 2)
     slots = in_step(desk, 4)
@@ -238,6 +253,18 @@ def test_a_lost_engine_has_nothing_and_what_it_had_does_not_return(spec: Any) ->
     desk.decode(a)
     first, second = desk.begin(), desk.ahead()
     assert second is not None and a.running == 2
-    desk.schedule.lost()
-    assert (a.running, len(desk.schedule.calls)) == (0, 0)
+    assert desk.schedule.lost() == [a, a]
+    assert not desk.schedule.calls
     assert (desk.back(first), desk.back(second)) == (False, False)
+
+
+def test_a_call_that_is_refused_behind_a_running_one_leaves_its_time_alone(spec: Any) -> None:
+    desk = spec(0, 6, 1)
+    a = desk.session()
+    desk.decode(a)
+    first, second = desk.begin(), desk.ahead()
+    assert second is not None
+    began = first.began
+    assert desk.back(second)
+    assert first.began == began
+    assert list(desk.schedule.calls) == [first]

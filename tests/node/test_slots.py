@@ -66,6 +66,23 @@ def refused(slot: Slot, step: Step) -> str:
     return caught.value.code
 
 
+def test_a_step_that_is_foreseen_has_the_place_of_the_session() -> None:
+    """Its token comes from the engine; what anybody else sends in its place is refused, and is not in the ids."""
+    slot = a_slot(4)
+    slot.ids = bytearray()
+    slot.accept(prefill(0, 0, 4, last=True), 0.0, 0)
+    slot.queue.clear()
+    assert slot.foreseeable
+    foreseen = slot.foresee()
+    assert (foreseen.step.entry.seq, foreseen.step.entry.position, foreseen.step.entry.hop) == (1, 4, 0)
+    assert not slot.foreseeable
+    assert refused(slot, decode(1, 4)) == "duplicate"
+    assert refused(slot, decode(2, 5)) == "seam_invalid"
+    slot.came_round(b"\x09\0\0\0")
+    assert slot.foreseeable
+    assert bytes(slot.ids) == bytes(16) + b"\x09\0\0\0"
+
+
 def test_a_session_runs_through_both_lanes() -> None:
     slot = a_slot()
     slot.accept(prefill(0, 0, 4), 0.0, 1)

@@ -71,7 +71,11 @@ async def answer(node: BareNode, seed: int, max_tokens: int, *, pause_s: float =
     end = await lines.until("finished")
     node.host.sessions.close(key, keep=True)
     await lines.until("closed")
-    said = [line["id"] for line in lines.said if line["event"] == "token"]
+    spoken = [line for line in lines.said if line["event"] == "token"]
+    said = [line["id"] for line in spoken]
+    assert all(line["times"]["queue_ms"] >= 0 for line in spoken)
+    events = [line["event"] for line in lines.said if line["event"] != "beat"]
+    assert events[events.index("finished") :] == ["finished", "closed"]
     assert [line["index"] for line in lines.said if line["event"] == "token"] == list(range(len(said)))
     assert not [line for line in lines.said if line["event"] == "failed"]
     return [*said, end["reason"], end["generated"]]
@@ -106,6 +110,43 @@ async def test_the_engine_is_given_the_next_step_before_it_is_done_with_this_one
         assert rest and all(untold == slots and under_way == 1 for slots, untold, under_way in rest)
 
 
+async def test_a_step_that_went_ahead_has_not_waited(tmp_path: Path) -> None:
+    async with a_node(tmp_path, decode_ms=20, answer=["alpha"] * 30) as node:
+        prompt = tokens(20)
+        key, lines = node.begin(prompt, 8, sampling=Sampling(temperature=0.0))
+        await lines.until("opened")
+        node.prefill(key, prompt, 0)
+        await lines.until("finished")
+        waited = [line["times"]["queue_ms"] for line in lines.said if line["event"] == "token"]
+        assert waited[2:] == [0.0] * 6
+
+
+@pytest.mark.parametrize("most", [40, 60])
+async def test_what_is_kept_of_an_answer_has_the_ids_that_were_said(tmp_path: Path, most: int) -> None:
+    """Kept by its ids: a session that goes on behind the answer begins with it, and says what a fresh Node says."""
+    script: dict[str, Any] = {"answer": [" alpha", " beta", " gamma"] * 40}
+    async with a_node(tmp_path, worker=False, **script) as fresh:
+        first, said = await longer(fresh, tokens(20), most)
+        _, wanted = await longer(fresh, [*tokens(20), *said, 99], 6)
+    async with a_node(tmp_path, **script) as node:
+        first, said_too = await longer(node, tokens(20), most)
+        assert (first, said_too) == (0, said)
+        assert node.account()[:2] == (0, (20 + most - 1) // 32 * 32)
+        had, found = await longer(node, [*tokens(20), *said, 99], 6)
+        assert (had, found) == ((20 + most - 1) // 32 * 32, wanted)
+
+
+async def longer(node: BareNode, prompt: list[int], most: int) -> tuple[int, list[int]]:
+    """How much it did not compute, and what it said, to its length."""
+    key, lines = node.begin(prompt, most, sampling=Sampling(temperature=0.0))
+    had = (await lines.until("opened")).get("reusable_tokens") or 0
+    assert node.prefill(key, prompt, had).rejected == []
+    assert (await lines.until("finished"))["reason"] == "length"
+    node.host.sessions.close(key, keep=True)
+    await lines.until("closed")
+    return had, [line["id"] for line in lines.said if line["event"] == "token"]
+
+
 async def test_a_prompt_takes_its_turn_between_the_steps_of_others(tmp_path: Path) -> None:
     """Nothing is taken ahead while a chunk waits: it begins when the two steps that the engine has are over."""
     async with a_node(tmp_path, decode_ms=10, answer=["alpha"] * 60) as node:
@@ -136,10 +177,12 @@ async def test_a_session_that_ends_in_mid_answer_leaves_the_others_and_no_cache(
         if end == "kill":
             pid = node.engine.health().pid
             assert pid is not None
+            node.host.sessions.close(key)  # and waits for its calls
             os.kill(pid, signal.SIGKILL)
+            assert (await others.until("failed"))["error"]["code"] == "engine_lost"
             for _, each in begun:
-                assert (await each.until("failed"))["error"]["code"] == "engine_lost"
                 await each.until("closed")
+            assert node.host.sessions.all_freed
             async with asyncio.timeout(5):
                 while node.host.state != "ready":
                     await asyncio.sleep(0.01)
@@ -156,5 +199,42 @@ async def test_a_session_that_ends_in_mid_answer_leaves_the_others_and_no_cache(
             await others.until("closed")
         reserved, cached, held = node.account()
         assert (reserved, cached) == (0, held)
-        assert held == 0 or (end == "kept" and held % 32 == 0)
+        assert held % 32 == 0 and (held > 0) == (end == "kept")
         assert (await answer(node, 5, 4))[-1] == 4
+
+
+class GoesBackSlowly(InlineEngine):
+    """Its rollback waits."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def rollback(self, slot: int, position: int) -> None:
+        self.asked.set()
+        await self.go_on.wait()
+        await super().rollback(slot, position)
+
+    def lose(self) -> None:
+        self._lose(ShardlineError("engine_lost", "as if"))
+
+
+@pytest.mark.parametrize("first", ["closed", "lost"])
+async def test_an_engine_that_is_lost_while_a_closed_session_goes_back(tmp_path: Path, first: str) -> None:
+    path = tmp_path / "script.json"
+    path.write_bytes(msgspec.json.encode({**SCRIPT, "kv_capacity": CAPACITY}))
+    engine = GoesBackSlowly(lambda: load_inline(ShardSpec(str(path), 0, 6)), SETTINGS)
+    async with a_bare_node(engine, SETTINGS, capacity=CAPACITY) as node:
+        prompt = tokens(100)
+        await node.whole(prompt)
+        key, lines = node.begin(prompt)
+        assert (await lines.until("opened"))["reusable_tokens"] == 96
+        assert node.prefill(key, prompt, 32, back=True).rejected == []
+        await engine.asked.wait()
+        if first == "closed":
+            node.host.sessions.close(key)
+        engine.lose()
+        engine.go_on.set()
+        await lines.until("closed")
+        assert node.host.sessions.all_freed
+        assert node.host.sessions.ledger.reserved == 0

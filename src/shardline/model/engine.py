@@ -70,12 +70,13 @@ class Engine(Protocol):
         slot is closed. Where it raises, the caller closes the slot."""
 
     async def close(self, slot: int) -> None:
-        """Free a slot, behind the running batch. Nothing to do where the engine is down."""
+        """Free a slot, behind all batches that were submitted. Nothing to do where the engine is down."""
 
     def submit(self, entries: Sequence[BackendEntry], done: Done) -> None:
         """Run one batch, the only one until `done`, or one of two where the engine takes one ahead. `done` never runs
-        inside this call. Buffers of `entries` may be dropped when it returns, unless the engine is inline. Limits:
-        `step`, or `prefill_chunk` for more than one row of a session."""
+        inside this call; of a batch that is refused, it may be called before that of the one in front of it. Buffers
+        of `entries` may be dropped when it returns, unless the engine is inline. Limits: `step`, or `prefill_chunk` for
+        more than one row of a session."""
 
     async def rollback(self, slot: int, position: int) -> None: ...
 

@@ -107,6 +107,7 @@ class WorkerEngine:
         worker, self._worker = self._worker, None
         if worker is not None:
             await worker.stop(error)
+        self._fail_batches(error)
         if self._first is not None and not self._first.done():
             self._first.set_exception(error)
 
@@ -157,6 +158,7 @@ class WorkerEngine:
             # First the loss as a whole, then what was running: the receiver then knows that no slot is left.
             self._call(self.on_lost, error)
         worker.fail_pending(error)
+        self._fail_batches(error)
         return error, ran_s
 
     def _loaded(self, worker: WorkerProcess, answer: Answer) -> None:
@@ -190,7 +192,7 @@ class WorkerEngine:
         limit = step_limit(entries, self._settings)
         area = 1 - self._calls[0].area if self._calls else 0
         try:
-            outputs = self._serving.submit(entries, area, self._batch_answered, self._batch_failed, limit)
+            outputs = self._serving.submit(entries, area, self._batch_answered, _told_with_all, limit)
         except ShardlineError as error:
             self._call(done, BatchResult([error] * len(entries), 0.0))
             return
@@ -208,14 +210,15 @@ class WorkerEngine:
             results = [_result(o, p, rows) for o, p in zip(answer.outcomes, outputs, strict=True)]
             result = BatchResult(results, answer.compute_us)
         else:
-            # The call stays: it is told when the worker is buried.
+            # The call stays: it is told with all others when the worker is buried.
             worker.discard(_unexpected(answer))
             return
         self._calls.popleft()
         done(result)
 
-    def _batch_failed(self, error: ShardlineError) -> None:
-        if self._calls:
+    def _fail_batches(self, error: ShardlineError) -> None:
+        """The worker is gone; also what it answered in its last moment, or wrongly, is told so."""
+        while self._calls:
             self._call(self._calls.popleft().done, BatchResult([], 0.0, error))
 
     # ---- control -----------------------------------------------------------------------------------------------
@@ -286,6 +289,10 @@ def _result(outcome: Outcome, place: Place, rows: SharedRows) -> StepResult | Sh
         return StepResult(token=SampledToken(outcome.id, outcome.logprob, top, outcome.end))
     # Copied: the shared rows are overwritten by the batch after the next, while these are still on their way out.
     return StepResult(hidden=tuple(bytes(rows.rows_out(*at)) for at in place.hidden))
+
+
+def _told_with_all(error: ShardlineError) -> None:
+    """Of one batch: `_fail_batches` tells it."""
 
 
 def _unexpected(answer: Answer) -> ShardlineError:

@@ -145,7 +145,8 @@ class ShardHost:
 
     def _engine_lost(self, error: ShardlineError) -> None:
         """All caches are gone: every session ends now, with the engine's own last words."""
-        self._schedule.lost()
+        for slot in self._schedule.lost():
+            self.sessions.engine_returned(slot)
         self.sessions.engine_lost(error)
         # The engine says so a second time when it gives up starting again.
         self._set_state("failed" if self.state in ("loading", "failed") else "loading", error.message)
@@ -277,22 +278,22 @@ class ShardHost:
 
     async def _run_after_rollback(self, call: EngineCall) -> None:
         """Restore positions first; a session whose engine cannot do it falls out of the batch."""
-        kept = []
-        for slot, queued in call.batch:
-            try:
-                if queued.back:
+        for item in list(call.batch):
+            slot, queued = item
+            refusal = None
+            if queued.back:
+                try:
                     await self.engine.rollback(slot.number, queued.step.entry.position)
-                if slot.closed:
-                    self.sessions.engine_returned(slot)
-                else:
-                    kept.append((slot, queued))
-            except ShardlineError as error:
+                except ShardlineError as error:
+                    refusal = error
+            if call not in self._schedule.calls:
+                return  # the engine was lost meanwhile, and all sessions with it
+            if refusal is not None or slot.closed:
+                call.batch.remove(item)
                 self.sessions.engine_returned(slot)
-                self.sessions.fail(slot, error)
-        if call not in self._schedule.calls:
-            return  # the engine was lost meanwhile, and all sessions with it
-        call.batch = kept
-        if kept:
+            if refusal is not None:
+                self.sessions.fail(slot, refusal)
+        if call.batch:
             self._submit(call)
         else:
             self._schedule.returned(call, time.perf_counter())
@@ -334,6 +335,7 @@ class ShardHost:
             if step is not None:
                 outgoing.setdefault((slot.ticket.next.node, step.entry.lane), []).append(Outgoing(slot, step))
         own = self._own(outgoing)
+        rows = sum(not (isinstance(r, StepResult) and r.skipped) for r in result.results)
         if call.lane == "decode" and not own:
             # A prefill chunk's place in the outbox is free only when the last one has left; steps of a route of one
             # Node are about to wait, too, and ride together.
@@ -341,7 +343,7 @@ class ShardHost:
         self._hand_on(outgoing.values())
         for slot, queued, outcome in computed:
             queue_ms = round(max(0.0, call.began - queued.arrived) * 1e3, 3)
-            self._account(slot, queued, outcome, queue_ms, result.compute_us / 1e3, len(computed))
+            self._account(slot, queued, outcome, queue_ms, result.compute_us / 1e3, rows)
         for item in own:
             self._close_ring(item)
         self._pump()

@@ -7,13 +7,13 @@ computes one (docs/decisions/0014-steps-ahead.md). Refuses to talk to the engine
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
 from shardline.model.backend import ShardDescription
-from shardline.node.batch import Choice, Lane, Measured, Waiting, choose
+from shardline.node.batch import Choice, Lane, Measured, Waiting, choose, decode_cap
 from shardline.node.slots import QueuedStep, Slot
 from shardline.wire.steps import LANE_DECODE
 
@@ -29,6 +29,8 @@ class EngineCall:
     submitted: bool = False
     began: float = 0.0
     """When the engine could begin with it: it was submitted, and the one before had returned."""
+    full_at: int | None = None
+    """While it runs: how many decode steps the batch behind it may have, counted once."""
 
 
 @dataclass(slots=True)
@@ -80,8 +82,28 @@ class Schedule:
             return None
         if shard.is_head and shard.is_tail:
             return None if self._queued else _foreseen(running)
-        choice = self._choose(shard) if self._queued else None
+        if not self._may_be_full(running):
+            return None
+        choice = self._choose(shard)
         return self._call(choice) if choice is not None and choice.lane == "decode" and choice.full else None
+
+    def _may_be_full(self, running: EngineCall) -> bool:
+        """Asked with every step that comes while the engine computes, so without looking at all sessions each time."""
+        waiting = sum(slot.queue[0].step.entry.lane == LANE_DECODE for slot in self._queued.values())
+        if waiting and running.full_at is None:
+            running.full_at = decode_cap(*self._decoding(), self.measured())
+        return running.full_at is not None and waiting >= running.full_at
+
+    def _decoding(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Of each route: how many of its sessions decode, and over how many hops."""
+        sessions: dict[str, int] = {}
+        hops: dict[str, int] = {}
+        for slot in self.sessions:
+            if slot.decoding:
+                route = slot.ticket.next.node
+                sessions[route] = sessions.get(route, 0) + 1
+                hops[route] = slot.ticket.hops
+        return sessions, hops
 
     def _only_step(self) -> Choice | None:
         if len(self._queued) == 1:
@@ -100,12 +122,7 @@ class Schedule:
                 decode.append(waiting)
             elif shard.is_tail or not self.blocked(slot):
                 prefill.append(waiting)
-        sessions: Counter[str] = Counter()
-        hops: dict[str, int] = {}
-        for slot in self.sessions if decode else ():
-            if slot.decoding:
-                sessions[slot.ticket.next.node] += 1
-                hops[slot.ticket.next.node] = slot.ticket.hops
+        sessions, hops = self._decoding() if decode else ({}, {})
         return choose(
             decode,
             prefill,
@@ -136,20 +153,21 @@ class Schedule:
         self.calls.append(call)
 
     def returned(self, call: EngineCall, now: float) -> bool:
-        """It is over; False: the engine was lost before, and the call with it."""
+        """It is over; False: the engine was lost before, and the call with it. One that was refused may be over before
+        the one in front of it."""
         if call not in self.calls:
             return False
+        was_first = self.calls[0] is call
         self.calls.remove(call)
-        if self.calls:
+        if was_first and self.calls:
             self.calls[0].began = now
         return True
 
-    def lost(self) -> None:
-        """The engine is gone, with all that it had."""
-        for call in self.calls:
-            for slot, _ in call.batch:
-                slot.running -= 1
+    def lost(self) -> list[Slot]:
+        """The engine is gone: the slots of all that it had, one for each call with it."""
+        slots = [slot for call in self.calls for slot, _ in call.batch]
         self.calls.clear()
+        return slots
 
     # ---- measured --------------------------------------------------------------------------------------------
 

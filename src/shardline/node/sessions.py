@@ -1,7 +1,7 @@
 """The open sessions of one Node: from a verified ticket to a freed or kept cache, and who still listens.
 
 Owns slots, their streams, the KV ledger, and the watch over Gateways. Which step runs when is host.py's; the rules of
-one session are in slots.py, those of what is kept in prefixes.py. A slot is freed once, between two engine calls.
+one session are in slots.py, those of what is kept in prefixes.py. A slot is freed once, when no engine call has it.
 Shown by tests/node/test_kept_sessions.py, tests/gateway/test_session.py and tests/cluster/.
 """
 
@@ -244,7 +244,7 @@ class Sessions:
             self._freed(slot, None)  # somebody is still to be told
 
     async def _free(self, slot: Slot) -> None:
-        """Between two engine calls: keep the cache, or drop it."""
+        """No engine call has it: keep the cache, or drop it."""
         kept = None
         try:
             kept = await self._keep(slot)

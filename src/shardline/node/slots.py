@@ -174,7 +174,7 @@ class Slot:
                 raise ShardlineError("frame_invalid", f"a decode step of {entry.rows} rows, 1 is right")
             if not self.prompt_complete:
                 raise ShardlineError("seam_gap", "a decode step before the last prefill chunk")
-            if self.queue:
+            if self.queue or self.ahead:
                 # The one place of a session is taken: a ring that is whole never gets here.
                 raise ShardlineError("seam_invalid", "a decode step before the last one was computed")
             return

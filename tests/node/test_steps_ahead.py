@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from shardline.model.engine import Done, InlineEngine
 from shardline.model.scripted import load_inline
 from shardline.model.worker_engine import WorkerEngine
 from shardline.settings import Settings
-from shardline.wire.messages import Sampling
+from shardline.wire.messages import Sampling, StepAck, TicketPeer
+from shardline.wire.steps import FLAG_OUTPUT, LANE_DECODE, Entry, Step
 from tests.support.bare_node import BareNode, a_bare_node, tokens
 from tests.support.local_cluster import SCRIPT
 
@@ -238,3 +239,52 @@ async def test_an_engine_that_is_lost_while_a_closed_session_goes_back(tmp_path:
         await lines.until("closed")
         assert node.host.sessions.all_freed
         assert node.host.sessions.ledger.reserved == 0
+
+
+class Noting:
+    """A carrier that delivers nothing, and an engine's `submit` beside it: what happened in which order."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def push_now(self, hop_url: str, pieces: Sequence[Any], *, timeout_s: float, limit: str, done: Any) -> bool:
+        self.order.append("push")
+        return True
+
+    async def push(self, hop_url: str, pieces: Sequence[Any], **limits: Any) -> StepAck:
+        return StepAck()
+
+    def watch(self, engine: Any) -> None:
+        submit = engine.submit
+
+        def noted(entries: Any, done: Any) -> None:
+            self.order.append(f"engine {[e.slot for e in entries]}")
+            submit(entries, done)
+
+        engine.submit = noted
+
+
+async def test_an_engine_begins_with_what_waits_before_the_last_rows_are_pushed(tmp_path: Path) -> None:
+    """A push may lose its core to a neighbour that computes; the engine shall not wait for that."""
+    path = tmp_path / "script.json"
+    path.write_bytes(msgspec.json.encode({**SCRIPT, "kv_capacity": CAPACITY, "decode_ms": 20}))
+    engine = InlineEngine(lambda: load_inline(ShardSpec(str(path), 0, 3)), SETTINGS)
+    noting = Noting()
+    async with a_bare_node(engine, SETTINGS, capacity=CAPACITY, carrier=noting) as node:
+        prompt, route = tokens(20), {"hops": 2, "last": 3, "next": TicketPeer(node="n-next", url="http://next")}
+        begun = [node.begin(prompt, 9, key_id=None, ticket=route) for _ in range(2)]
+        for key, lines in begun:
+            await lines.until("opened")
+            assert node.prefill(key, prompt, 0).rejected == []
+        async with asyncio.timeout(5):
+            while any(slot.running or slot.queue for slot in node.host.sessions):
+                await asyncio.sleep(0.005)
+        node.host._schedule.decoded(20.0)  # a row costs more than a hop: each session is a batch
+        noting.watch(engine)
+        for key, _ in begun:
+            step = Step(Entry(key, 1, 20, 1, 0, LANE_DECODE, FLAG_OUTPUT), bytes(4), ())
+            assert node.host.accept([step]) == StepAck()
+        async with asyncio.timeout(5):
+            while noting.order.count("push") < 2:
+                await asyncio.sleep(0.005)
+        assert noting.order == ["engine [0]", "engine [1]", "push", "push"]

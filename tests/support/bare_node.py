@@ -1,4 +1,4 @@
-"""One Node that is a whole model, without sockets: sessions are opened and steps put in by hand."""
+"""One Node without sockets, for a whole model or a part: sessions are opened and steps put in by hand."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shardline.node.host import ShardHost
 from shardline.node.plan import KvRoom
 from shardline.node.stream import SessionStream
 from shardline.settings import Settings
+from shardline.transport.carrier import Carrier
 from shardline.wire.messages import OpenSession, StepAck, Ticket, TicketPeer
 from shardline.wire.prefix import Prefix, digests_of, salt_of
 from shardline.wire.steps import FLAG_LAST_CHUNK, FLAG_OUTPUT, FLAG_ROLLBACK, LANE_PREFILL, Entry, Step
@@ -53,13 +54,21 @@ class BareNode:
         return self.host.description
 
     def begin(
-        self, prompt: list[int], max_tokens: int = 4, *, key_id: str | None = "anyone", **more: Any
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        key_id: str | None = "anyone",
+        ticket: dict[str, Any] | None = None,
+        **more: Any,
     ) -> tuple[bytes, Lines]:
+        """`ticket`: what it says other than that this Node is the whole route."""
         key = secrets.token_bytes(16)
         me = TicketPeer(node="n-me", url="http://127.0.0.1:1")
         layout = {"layout_in": self.shard.layout_in.digest, "layout_out": self.shard.layout_out.digest}
         terms: dict[str, Any] = dict(id="t", route="r", gateway="g", node="n-me", hop=0, hops=1, content_id="c")
         terms |= dict(first=0, last=6, kv_tokens=len(prompt) + max_tokens, prefill_chunk=512, previous=None, next=me)
+        terms |= ticket or {}
         salt = salt_of(key_id or "")
         prefix = None if key_id is None else Prefix(salt=salt, digests=digests_of(salt, packed(prompt)))
         request = OpenSession(
@@ -103,8 +112,10 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @asynccontextmanager
-async def a_bare_node(engine: Engine, settings: Settings, *, capacity: int) -> AsyncIterator[BareNode]:
-    """Stops the engine at the end."""
+async def a_bare_node(
+    engine: Engine, settings: Settings, *, capacity: int, carrier: Carrier | None = None
+) -> AsyncIterator[BareNode]:
+    """Stops the engine at the end. Without `carrier` nothing may be carried: one Node is the whole route."""
 
     async def probe(url: str) -> bool:
         return True
@@ -115,7 +126,7 @@ async def a_bare_node(engine: Engine, settings: Settings, *, capacity: int) -> A
                 node_id="n-me",
                 settings=settings,
                 engine=engine,
-                carrier=None,  # type: ignore[arg-type]  # one Node is the whole route: nothing is carried
+                carrier=carrier,  # type: ignore[arg-type]
                 probe=probe,
                 kv_room=lambda shard: KvRoom(capacity, shard.slots),
                 prefill_chunk=lambda times: 512,

@@ -43,3 +43,15 @@ def test_every_tensor_of_the_layout_is_looked_at_and_integers_pass() -> None:
     nan = np.array([np.nan], dtype=np.float16).tobytes()
     assert not all_finite(Step(ENTRY, bytes(4), (b"\xff\xff\xff\x7f", nan)), layout)
     assert all_finite(Step(ENTRY, bytes(4), (b"\xff\xff\xff\x7f", bytes(2))), layout)
+
+
+@pytest.mark.parametrize("floats", [1, 576, 8192, 8193, 40_000])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_value_among_many_whether_they_are_few_or_not(floats: int, bad: float) -> None:
+    layout = SeamLayout([LayoutTensor("hidden", "F32", (floats,))])
+    rows = np.random.default_rng(floats).normal(size=floats).astype(np.float32)
+    assert all_finite(Step(ENTRY, bytes(4), (rows.tobytes(),)), layout)
+    for at in {0, floats // 2, floats - 1}:
+        spoiled = rows.copy()
+        spoiled[at] = bad
+        assert not all_finite(Step(ENTRY, bytes(4), (spoiled.tobytes(),)), layout)

@@ -216,8 +216,8 @@ class FrameReader:
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_layout)
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Sequence[Any]:
-        """The messages that are whole now."""
+    def feed(self, data: Buffer) -> Sequence[Any]:
+        """The messages that are whole now. `data` may be overwritten when this has returned."""
         if not self._buffer and len(data) > _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
             # One frame in one piece, as nearly always.
             return (self._message(memoryview(data)[_LENGTH.size :]),)

@@ -110,8 +110,9 @@ class Worker:
             self._send(self._answer(request))
 
     def _requests(self) -> Iterator[Request]:
-        while data := self._channel.recv(_RECEIVE_BYTES):
-            yield from self._reader.feed(data)
+        received = memoryview(bytearray(_RECEIVE_BYTES))
+        while count := self._channel.recv_into(received):
+            yield from self._reader.feed(received[:count])
 
     def _send(self, message: Answer) -> None:
         self._channel.sendall(frame(message))

@@ -139,6 +139,7 @@ class WorkerProcess:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(Answer)
+        self._received = memoryview(bytearray(_READ_BYTES))
         self._pending: deque[_Pending] = deque()
         self._unsent = bytearray()
         self._words: deque[str] = deque(maxlen=_LAST_LINES)
@@ -298,16 +299,16 @@ class WorkerProcess:
 
     def _readable(self) -> None:
         try:
-            data = self._channel.recv(_READ_BYTES)
+            count = self._channel.recv_into(self._received)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            count = 0
+        if not count:
             self._end(None)
             return
         try:
-            messages = self._reader.feed(data)
+            messages = self._reader.feed(self._received[:count])
         except ValueError as error:
             self._end(ShardlineError("engine_lost", f"the engine worker sent what cannot be read: {error}"))
             return

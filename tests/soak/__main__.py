@@ -1,4 +1,4 @@
-"""`make soak MINUTES=30`: mixed load on routes of 2 and of 3 Nodes of the llama.cpp engine, half of the time each.
+"""`make soak MINUTES=30`: mixed load on routes of 1, 2 and 3 Nodes of the llama.cpp engine, a third of the time each.
 
 Fails when an answer is not that of the same request alone, when memory grows, when KV is not given back, or when a
 file, a thread or a task is left.
@@ -22,6 +22,7 @@ from tests.support.cluster import Cluster, model_cluster
 from tests.support.decoded_model import write_decoded
 from tests.support.greedy import EIGHT_BITS, F16_CACHE
 
+ROUTES = (1, 2, 3)
 KV_TOKENS = 16_384
 IDLE_S = 6.0
 """After it no process keeps a connection that nobody uses."""
@@ -97,12 +98,12 @@ async def at_rest(cluster: Cluster, before: dict[str, tuple[int, int, int]]) -> 
 
 async def main(minutes: float, *, exact: bool) -> int:
     wrong = []
-    for nodes in (2, 3):
+    for nodes in ROUTES:
         with tempfile.TemporaryDirectory() as name:
             folder, model, tie = Path(name), demo_model(), EIGHT_BITS
             if exact:
                 model, tie = write_decoded(model, folder / "decoded.gguf"), F16_CACHE
-            wrong += await soak(nodes, minutes / 2, model, tie, folder)
+            wrong += await soak(nodes, minutes / len(ROUTES), model, tie, folder)
     for line in wrong[:40]:
         say("WRONG:", line)
     say(f"== {'as it should be' if not wrong else f'{len(wrong)} things are wrong'}")

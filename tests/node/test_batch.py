@@ -16,17 +16,13 @@ def waiting(slot: int, order: float, route: str = "r", hops: int = 2) -> Waiting
 
 
 def test_nothing_waits() -> None:
-    assert choose([], [], last_lane="decode", sessions_by_route={}, hops_by_route={}, measured=HOP_BOUND) is None
+    assert choose([], [], last_lane="decode", cap=decode_cap({}, {}, HOP_BOUND)) is None
 
 
 def test_lanes_take_turns_while_both_have_work() -> None:
     decode, prefill = [waiting(0, 1.0)], [waiting(1, 0.5)]
-    after_decode = choose(
-        decode, prefill, last_lane="decode", sessions_by_route={}, hops_by_route={}, measured=HOP_BOUND
-    )
-    after_prefill = choose(
-        decode, prefill, last_lane="prefill", sessions_by_route={}, hops_by_route={}, measured=HOP_BOUND
-    )
+    after_decode = choose(decode, prefill, last_lane="decode", cap=decode_cap({}, {}, HOP_BOUND))
+    after_prefill = choose(decode, prefill, last_lane="prefill", cap=decode_cap({}, {}, HOP_BOUND))
     assert after_decode is not None and after_decode.lane == "prefill"
     assert after_prefill is not None and after_prefill.lane == "decode"
 
@@ -36,9 +32,7 @@ def test_one_prefill_chunk_a_call_oldest_first() -> None:
         [],
         [waiting(3, 2.0), waiting(1, 1.0)],
         last_lane="prefill",
-        sessions_by_route={},
-        hops_by_route={},
-        measured=HOP_BOUND,
+        cap=decode_cap({}, {}, HOP_BOUND),
     )
     assert choice is not None and choice.slots == (1,)
 
@@ -66,9 +60,7 @@ def test_the_oldest_row_always_rides(orders: list[float], hops: int) -> None:
         decode,
         [],
         last_lane="decode",
-        sessions_by_route={"r": len(decode)},
-        hops_by_route={"r": hops},
-        measured=COMPUTE_BOUND,
+        cap=decode_cap({"r": len(decode)}, {"r": hops}, COMPUTE_BOUND),
     )
     assert choice is not None
     oldest = min(decode, key=lambda w: (w.order, w.slot)).slot

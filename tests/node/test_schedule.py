@@ -91,7 +91,7 @@ def numbers(call: EngineCall | None) -> list[int] | None:
 
 
 @pytest.fixture
-def spec(tmp_path: Any) -> Any:
+def a_desk(tmp_path: Any) -> Any:
     path = tmp_path / "script.json"
     path.write_text('{"model": "demo", "n_layers": 6, "answer": ["a"]}')
 
@@ -104,8 +104,8 @@ def spec(tmp_path: Any) -> Any:
 # ---- a Shard that is the whole model -----------------------------------------------------------------------------
 
 
-def test_what_follows_a_decode_step_of_a_whole_model_is_foreseen(spec: Any) -> None:
-    desk = spec(0, 6, 1)
+def test_what_follows_a_decode_step_of_a_whole_model_is_foreseen(a_desk: Any) -> None:
+    desk = a_desk(0, 6, 1)
     a, b = desk.session(), desk.session()
     desk.decode(a, b)
     first = desk.begin()
@@ -124,8 +124,8 @@ def test_what_follows_a_decode_step_of_a_whole_model_is_foreseen(spec: Any) -> N
     assert numbers(desk.ahead()) == [0]
 
 
-def test_nothing_is_foreseen_of_a_prompt_of_a_closed_session_and_past_what_is_reserved(spec: Any) -> None:
-    desk = spec(0, 6, 1)
+def test_nothing_is_foreseen_of_a_prompt_of_a_closed_session_and_past_what_is_reserved(a_desk: Any) -> None:
+    desk = a_desk(0, 6, 1)
     a = desk.session(decoding=False)
     desk.prefill(a)
     call = desk.begin()
@@ -142,8 +142,8 @@ def test_nothing_is_foreseen_of_a_prompt_of_a_closed_session_and_past_what_is_re
     assert numbers(desk.ahead()) == [0]
 
 
-def test_nothing_goes_ahead_of_what_waits_nor_before_the_first_was_submitted(spec: Any) -> None:
-    desk = spec(0, 6, 1)
+def test_nothing_goes_ahead_of_what_waits_nor_before_the_first_was_submitted(a_desk: Any) -> None:
+    desk = a_desk(0, 6, 1)
     a, b = desk.session(), desk.session(decoding=False)
     desk.decode(a)
     call = desk.begin()
@@ -167,8 +167,8 @@ def in_step(desk: Desk, count: int, *, decode_ms: float = 10.0, hop_ms: float = 
     return slots
 
 
-def test_a_whole_group_is_handed_over_while_the_other_runs(spec: Any) -> None:
-    desk = spec(0, 3, 2)
+def test_a_whole_group_is_handed_over_while_the_other_runs(a_desk: Any) -> None:
+    desk = a_desk(0, 3, 2)
     slots = in_step(desk, 8)
     desk.decode(*slots[:4])
     assert numbers(desk.begin()) == [0, 1, 2, 3]
@@ -181,8 +181,8 @@ def test_a_whole_group_is_handed_over_while_the_other_runs(spec: Any) -> None:
     assert len(desk.schedule.calls) == 2
 
 
-def test_a_lone_step_goes_ahead_where_each_session_is_a_group(spec: Any) -> None:
-    desk = spec(0, 3, 2)
+def test_a_lone_step_goes_ahead_where_each_session_is_a_group(a_desk: Any) -> None:
+    desk = a_desk(0, 3, 2)
     slots = in_step(desk, 2)
     desk.decode(slots[0])
     desk.begin()
@@ -191,8 +191,8 @@ def test_a_lone_step_goes_ahead_where_each_session_is_a_group(spec: Any) -> None
     assert numbers(desk.ahead()) == [1]
 
 
-def test_how_many_make_a_batch_full_is_counted_once_a_call(spec: Any) -> None:
-    desk = spec(0, 3, 2)
+def test_how_many_make_a_batch_full_is_counted_once_a_call(a_desk: Any) -> None:
+    desk = a_desk(0, 3, 2)
     slots = in_step(desk, 8)
     desk.decode(*slots[:4])
     first = desk.begin()
@@ -206,37 +206,39 @@ def test_how_many_make_a_batch_full_is_counted_once_a_call(spec: Any) -> None:
     assert numbers(desk.begin()) == [4]
 
 
-def test_a_chunk_is_neither_taken_ahead_nor_overtaken(spec: Any) -> None:
-    desk = spec(0, 3, 2)
-    slots = in_step(desk, 4)
-    newcomer = desk.session(decoding=False)
+def half_waiting(desk: Desk, newcomer: Slot, slots: list[Slot]) -> EngineCall:
+    """Two of four decode steps run, the others wait, and so does a prompt."""
     desk.decode(*slots[:2])
-    first = desk.begin()
+    running = desk.begin()
     desk.prefill(newcomer)
     desk.decode(*slots[2:])
+    return running
+
+
+def test_a_chunk_is_neither_taken_ahead_nor_overtaken(a_desk: Any) -> None:
+    desk = a_desk(0, 3, 2)
+    slots = in_step(desk, 4)
+    first = half_waiting(desk, desk.session(decoding=False), slots)
     assert desk.ahead() is None
     desk.back(first)
     assert numbers(desk.begin()) == [4]
 
 
-def test_a_chunk_whose_rows_have_no_place_yet_is_passed(spec: Any) -> None:
-    desk = spec(0, 3, 2)
+def test_a_chunk_whose_rows_have_no_place_yet_is_passed(a_desk: Any) -> None:
+    desk = a_desk(0, 3, 2)
     slots = in_step(desk, 4)
     newcomer = desk.session(decoding=False)
     newcomer.prompt_tokens = 2 * PROMPT
     desk.blocked.add(newcomer.number)
-    desk.decode(*slots[:2])
-    desk.begin()
-    desk.prefill(newcomer)
-    desk.decode(*slots[2:])
+    half_waiting(desk, newcomer, slots)
     assert numbers(desk.ahead()) == [2, 3]
 
 
 # ---- the account -------------------------------------------------------------------------------------------------
 
 
-def test_bytes_that_wait_are_counted_and_a_closed_session_takes_its_own_along(spec: Any) -> None:
-    desk = spec(0, 3, 2)
+def test_bytes_that_wait_are_counted_and_a_closed_session_takes_its_own_along(a_desk: Any) -> None:
+    desk = a_desk(0, 3, 2)
     a, b = desk.session(), desk.session(decoding=False)
     desk.decode(a)
     desk.prefill(b)
@@ -247,8 +249,8 @@ def test_bytes_that_wait_are_counted_and_a_closed_session_takes_its_own_along(sp
     assert desk.schedule.queue_bytes == 0
 
 
-def test_a_lost_engine_has_nothing_and_what_it_had_does_not_return(spec: Any) -> None:
-    desk = spec(0, 6, 1)
+def test_a_lost_engine_has_nothing_and_what_it_had_does_not_return(a_desk: Any) -> None:
+    desk = a_desk(0, 6, 1)
     a = desk.session()
     desk.decode(a)
     first, second = desk.begin(), desk.ahead()
@@ -258,8 +260,8 @@ def test_a_lost_engine_has_nothing_and_what_it_had_does_not_return(spec: Any) ->
     assert (desk.back(first), desk.back(second)) == (False, False)
 
 
-def test_a_call_that_is_refused_behind_a_running_one_leaves_its_time_alone(spec: Any) -> None:
-    desk = spec(0, 6, 1)
+def test_a_call_that_is_refused_behind_a_running_one_leaves_its_time_alone(a_desk: Any) -> None:
+    desk = a_desk(0, 6, 1)
     a = desk.session()
     desk.decode(a)
     first, second = desk.begin(), desk.ahead()

@@ -37,7 +37,7 @@ class Watched(WorkerEngine):
         self.batches: list[tuple[list[int], list[int], int]] = []
         self.under_way = 0
 
-    def submit(self, entries: list[BackendEntry], done: Done) -> None:  # type: ignore[override]
+    def submit(self, entries: Sequence[BackendEntry], done: Done) -> None:
         self.batches.append(([e.slot for e in entries], [e.slot for e in entries if not e.tokens], self.under_way))
         self.under_way += 1
 
@@ -48,11 +48,15 @@ class Watched(WorkerEngine):
         super().submit(entries, returned)
 
 
-@asynccontextmanager
-async def a_node(folder: Path, *, worker: bool = True, **script: Any) -> AsyncIterator[BareNode]:
+def a_spec(folder: Path, *, last: int = 6, **script: Any) -> ShardSpec:
     path = folder / "script.json"
     path.write_bytes(msgspec.json.encode({**SCRIPT, "kv_capacity": CAPACITY, **script}))
-    spec = ShardSpec(str(path), 0, 6)
+    return ShardSpec(str(path), 0, last)
+
+
+@asynccontextmanager
+async def a_node(folder: Path, *, worker: bool = True, **script: Any) -> AsyncIterator[BareNode]:
+    spec = a_spec(folder, **script)
     engine: Any = (
         Watched("scripted", spec, SETTINGS, inherited={})
         if worker
@@ -66,12 +70,8 @@ async def answer(node: BareNode, seed: int, max_tokens: int, *, pause_s: float =
     """Token ids, and how it ended."""
     await asyncio.sleep(pause_s)
     prompt = tokens(20 + seed % 7, seed)
-    key, lines = node.begin(prompt, max_tokens, key_id=None, sampling=Sampling(temperature=0.0))
-    await lines.until("opened")
-    assert node.prefill(key, prompt, 0).rejected == []
+    _, lines = await node.run(prompt, max_tokens, key_id=None, sampling=Sampling(temperature=0.0))
     end = await lines.until("finished")
-    node.host.sessions.close(key, keep=True)
-    await lines.until("closed")
     spoken = [line for line in lines.said if line["event"] == "token"]
     said = [line["id"] for line in spoken]
     assert all(line["times"]["queue_ms"] >= 0 for line in spoken)
@@ -139,12 +139,8 @@ async def test_what_is_kept_of_an_answer_has_the_ids_that_were_said(tmp_path: Pa
 
 async def longer(node: BareNode, prompt: list[int], most: int) -> tuple[int, list[int]]:
     """How much it did not compute, and what it said, to its length."""
-    key, lines = node.begin(prompt, most, sampling=Sampling(temperature=0.0))
-    had = (await lines.until("opened")).get("reusable_tokens") or 0
-    assert node.prefill(key, prompt, had).rejected == []
+    had, lines = await node.run(prompt, most, sampling=Sampling(temperature=0.0))
     assert (await lines.until("finished"))["reason"] == "length"
-    node.host.sessions.close(key, keep=True)
-    await lines.until("closed")
     return had, [line["id"] for line in lines.said if line["event"] == "token"]
 
 
@@ -222,9 +218,7 @@ class GoesBackSlowly(InlineEngine):
 
 @pytest.mark.parametrize("first", ["closed", "lost"])
 async def test_an_engine_that_is_lost_while_a_closed_session_goes_back(tmp_path: Path, first: str) -> None:
-    path = tmp_path / "script.json"
-    path.write_bytes(msgspec.json.encode({**SCRIPT, "kv_capacity": CAPACITY}))
-    engine = GoesBackSlowly(lambda: load_inline(ShardSpec(str(path), 0, 6)), SETTINGS)
+    engine = GoesBackSlowly(lambda: load_inline(a_spec(tmp_path)), SETTINGS)
     async with a_bare_node(engine, SETTINGS, capacity=CAPACITY) as node:
         prompt = tokens(100)
         await node.whole(prompt)
@@ -266,9 +260,7 @@ class Noting:
 
 async def test_an_engine_begins_with_what_waits_before_the_last_rows_are_pushed(tmp_path: Path) -> None:
     """A push may lose its core to a neighbour that computes; the engine shall not wait for that."""
-    path = tmp_path / "script.json"
-    path.write_bytes(msgspec.json.encode({**SCRIPT, "kv_capacity": CAPACITY, "decode_ms": 20}))
-    engine = InlineEngine(lambda: load_inline(ShardSpec(str(path), 0, 3)), SETTINGS)
+    engine = InlineEngine(lambda: load_inline(a_spec(tmp_path, last=3, decode_ms=20)), SETTINGS)
     noting = Noting()
     async with a_bare_node(engine, SETTINGS, capacity=CAPACITY, carrier=noting) as node:
         prompt, route = tokens(20), {"hops": 2, "last": 3, "next": TicketPeer(node="n-next", url="http://next")}

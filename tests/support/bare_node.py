@@ -85,8 +85,8 @@ class BareNode:
         assert isinstance(answer, StepAck)
         return answer
 
-    async def whole(self, prompt: list[int], max_tokens: int = 4, **more: Any) -> int:
-        """A session from beginning to a good end; how many tokens it did not compute."""
+    async def run(self, prompt: list[int], max_tokens: int, **more: Any) -> tuple[int, Lines]:
+        """A session from beginning to a good end: how many tokens it did not compute, and all that it said."""
         key, lines = self.begin(prompt, max_tokens, **more)
         had = (await lines.until("opened")).get("reusable_tokens") or 0
         assert self.prefill(key, prompt, had).rejected == []
@@ -94,7 +94,11 @@ class BareNode:
         assert not [line for line in lines.said if line["event"] == "failed"]
         self.host.sessions.close(key, keep=True)
         await lines.until("closed")
-        return had
+        return had, lines
+
+    async def whole(self, prompt: list[int], max_tokens: int = 4, **more: Any) -> int:
+        """How many tokens such a session did not compute."""
+        return (await self.run(prompt, max_tokens, **more))[0]
 
     def account(self) -> tuple[int, int, int]:
         """Reserved, cached, and all tokens that the engine holds; what must always be true of them is checked."""

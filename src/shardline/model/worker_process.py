@@ -151,7 +151,7 @@ class WorkerProcess:
         self._last_tick_at = time.monotonic()
         with contextlib.ExitStack() as opened:
             try:
-                self.areas = tuple(_entered(opened, SharedRows.make()) for _ in range(AREAS))
+                self.areas = tuple(opened.enter_context(contextlib.closing(SharedRows.make())) for _ in range(AREAS))
                 self._spawn(environment)
             except OSError as error:
                 raise _not_started(error) from error
@@ -461,11 +461,6 @@ class WorkerProcess:
         await self._reap(_REAP_S)
         self._free()
         self.fail_pending(error)
-
-
-def _entered(stack: contextlib.ExitStack, rows: SharedRows) -> SharedRows:
-    stack.callback(rows.close)
-    return rows
 
 
 def _not_started(error: OSError) -> ShardlineError:

@@ -38,8 +38,6 @@ class Measured:
 class Choice:
     lane: Lane
     slots: tuple[int, ...]
-    full: bool = False
-    """It has as many rows as it may have: none that comes later could ride with it."""
 
 
 def decode_cap(sessions_by_route: dict[str, int], hops_by_route: dict[str, int], measured: Measured) -> int:
@@ -69,17 +67,15 @@ def choose(
     prefill: Sequence[Waiting],
     *,
     last_lane: Lane,
-    sessions_by_route: dict[str, int],
-    hops_by_route: dict[str, int],
-    measured: Measured,
+    cap: int,
 ) -> Choice | None:
-    """The next engine call, or None when nothing waits. One prefill chunk a call; oldest first in both lanes."""
+    """The next engine call, or None when nothing waits. One prefill chunk a call; oldest first in both lanes. `cap`:
+    `decode_cap`, of interest where several steps decode."""
     if prefill and (not decode or last_lane == "decode"):
         oldest = min(prefill, key=lambda w: (w.order, w.slot))
         return Choice("prefill", (oldest.slot,))
     if decode:
-        cap = decode_cap(sessions_by_route, hops_by_route, measured)
         if len(decode) > 1:
             decode = sorted(decode, key=lambda w: (w.order, w.slot))
-        return Choice("decode", tuple(w.slot for w in decode[:cap]), full=len(decode) >= cap)
+        return Choice("decode", tuple(w.slot for w in decode[:cap]))
     return None

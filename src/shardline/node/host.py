@@ -22,7 +22,7 @@ from shardline.node.plan import KvRoom
 from shardline.node.rows import all_finite
 from shardline.node.schedule import EngineCall, Schedule
 from shardline.node.sessions import Sessions
-from shardline.node.slots import QueuedStep, Slot, check_tokens
+from shardline.node.slots import QueuedStep, Slot, check_tokens, token_step
 from shardline.node.stream import SessionStream
 from shardline.settings import Settings
 from shardline.telemetry.contained import contained
@@ -335,7 +335,6 @@ class ShardHost:
             if step is not None:
                 outgoing.setdefault((slot.ticket.next.node, step.entry.lane), []).append(Outgoing(slot, step))
         own = self._own(outgoing)
-        rows = sum(not (isinstance(r, StepResult) and r.skipped) for r in result.results)
         if call.lane == "decode" and not own:
             # A prefill chunk's place in the outbox is free only when the last one has left; steps of a route of one
             # Node are about to wait, too, and ride together.
@@ -343,7 +342,7 @@ class ShardHost:
         self._hand_on(outgoing.values())
         for slot, queued, outcome in computed:
             queue_ms = round(max(0.0, call.began - queued.arrived) * 1e3, 3)
-            self._account(slot, queued, outcome, queue_ms, result.compute_us / 1e3, rows)
+            self._account(slot, queued, outcome, queue_ms, result.compute_us / 1e3, len(call.batch))
         for item in own:
             self._close_ring(item)
         self._pump()
@@ -356,8 +355,7 @@ class ShardHost:
             return Step(onward, step.tokens, outcome.hidden)  # type: ignore[arg-type]
         if token is None or token.end is not None:
             return None
-        onward = Entry(slot.key, entry.seq + 1, entry.position + entry.rows, 1, 0, LANE_DECODE, FLAG_OUTPUT)
-        return Step(onward, token.id.to_bytes(4, "little"), ())
+        return token_step(slot.key, entry.seq + 1, entry.position + entry.rows, token.id.to_bytes(4, "little"))
 
     def _own(self, outgoing: dict[tuple[str, int], list[Outgoing]]) -> list[Outgoing]:
         """Takes out what goes nowhere, as one Node is the whole route."""

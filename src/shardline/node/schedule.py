@@ -67,8 +67,12 @@ class Schedule:
         """What an idle engine begins with; None: nothing waits that can run."""
         if not self._queued:
             return None
-        choice = self._only_step() or self._choose(shard)
-        return None if choice is None else self._call(choice)
+        choice = self._only_step()
+        if choice is None:
+            decode, prefill = self._waiting(shard)
+            cap = self._cap() if len(decode) > 1 else 1
+            choice = choose(decode, prefill, last_lane=self._last_lane, cap=cap)
+        return self._call(choice)
 
     def ahead(self, shard: ShardDescription) -> EngineCall | None:
         """What the engine is given behind its only call; None where it would better wait for that.
@@ -82,20 +86,19 @@ class Schedule:
             return None
         if shard.is_head and shard.is_tail:
             return None if self._queued else _foreseen(running)
-        if not self._may_be_full(running):
+        decode, prefill = self._waiting(shard)
+        # This is asked with every step that comes while the engine computes: all sessions are not looked at each time.
+        if not decode:
             return None
-        choice = self._choose(shard)
-        return self._call(choice) if choice is not None and choice.lane == "decode" and choice.full else None
+        if running.full_at is None:
+            running.full_at = self._cap()
+        if prefill or len(decode) < running.full_at:
+            return None
+        cap = self._cap()
+        return self._call(choose(decode, [], last_lane="decode", cap=cap)) if len(decode) >= cap else None
 
-    def _may_be_full(self, running: EngineCall) -> bool:
-        """Asked with every step that comes while the engine computes, so without looking at all sessions each time."""
-        waiting = sum(slot.queue[0].step.entry.lane == LANE_DECODE for slot in self._queued.values())
-        if waiting and running.full_at is None:
-            running.full_at = decode_cap(*self._decoding(), self.measured())
-        return running.full_at is not None and waiting >= running.full_at
-
-    def _decoding(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Of each route: how many of its sessions decode, and over how many hops."""
+    def _cap(self) -> int:
+        """How many rows a decode batch may have now."""
         sessions: dict[str, int] = {}
         hops: dict[str, int] = {}
         for slot in self.sessions:
@@ -103,7 +106,7 @@ class Schedule:
                 route = slot.ticket.next.node
                 sessions[route] = sessions.get(route, 0) + 1
                 hops[route] = slot.ticket.hops
-        return sessions, hops
+        return decode_cap(sessions, hops, self._measured())
 
     def _only_step(self) -> Choice | None:
         if len(self._queued) == 1:
@@ -112,7 +115,8 @@ class Schedule:
                 return Choice("decode", (number,))
         return None
 
-    def _choose(self, shard: ShardDescription) -> Choice | None:
+    def _waiting(self, shard: ShardDescription) -> tuple[list[Waiting], list[Waiting]]:
+        """The steps that could run now: decode, prefill."""
         decode: list[Waiting] = []
         prefill: list[Waiting] = []
         for number, slot in self._queued.items():
@@ -122,17 +126,11 @@ class Schedule:
                 decode.append(waiting)
             elif shard.is_tail or not self.blocked(slot):
                 prefill.append(waiting)
-        sessions, hops = self._decoding() if decode else ({}, {})
-        return choose(
-            decode,
-            prefill,
-            last_lane=self._last_lane,
-            sessions_by_route=sessions,
-            hops_by_route=hops,
-            measured=self.measured(),
-        )
+        return decode, prefill
 
-    def _call(self, choice: Choice) -> EngineCall:
+    def _call(self, choice: Choice | None) -> EngineCall | None:
+        if choice is None:
+            return None
         slots = [self._queued[number] for number in choice.slots]
         return EngineCall(choice.lane, [(slot, self._take(slot)) for slot in slots])
 
@@ -179,7 +177,7 @@ class Schedule:
         """A step was handed to the next hop, and acknowledged so much later."""
         self._hop_ms.append(took_ms)
 
-    def measured(self) -> Measured:
+    def _measured(self) -> Measured:
         return Measured(
             decode_ms=median(self._decode_ms) if self._decode_ms else 0.0,
             hop_ms=median(self._hop_ms) if self._hop_ms else 0.0,

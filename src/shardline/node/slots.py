@@ -123,11 +123,11 @@ class Slot:
 
     def foresee(self) -> QueuedStep:
         """Take in the next decode step before its token is known. It waits for that alone, so it never waited."""
-        entry = Entry(self.key, self.next_seq, self.accepted_end, 1, 0, LANE_DECODE, FLAG_OUTPUT)
+        step = token_step(self.key, self.next_seq, self.accepted_end, b"")
         self.next_seq += 1
         self.accepted_end += 1
         self.ahead = True
-        return QueuedStep(Step(entry, b"", ()), math.inf, 0)
+        return QueuedStep(step, math.inf, 0)
 
     def came_round(self, token: bytes) -> None:
         """The token of the step that was foreseen."""
@@ -188,6 +188,11 @@ class Slot:
         end = entry.position + entry.rows
         if last != (end == self.prompt_tokens):
             raise ShardlineError("frame_invalid", f"chunk ends at {end} of {self.prompt_tokens}, last={last}")
+
+
+def token_step(key: bytes, seq: int, position: int, token: bytes) -> Step:
+    """The step that begins at the head with one token (I32 little-endian) that the tail has sampled."""
+    return Step(Entry(key, seq, position, 1, 0, LANE_DECODE, FLAG_OUTPUT), token, ())
 
 
 def check_tokens(step: Step, vocab_size: int) -> None:
